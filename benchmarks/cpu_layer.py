@@ -46,7 +46,8 @@ MICRO_BATCHES: Final = 4
 SEEDS: Final = 3
 WARM_UP: Final = 3
 """Rounds before those that count: oneDNN compiles a kernel for each shape that it has not met."""
-CEILING, OWN = "products", "products on own operands"
+CEILING = "products"
+OWN = "products on own operands"
 WANTED: Final[Mapping[str, float]] = {"fp32": 0.85, "bf16": 0.70}
 ALLOWED: Final[Mapping[str, float]] = {"fp32": 1e-5, "bf16": 0.02, "masters": 0.02}
 """Relative difference of the median token's output, by figure."""
@@ -63,7 +64,9 @@ def main() -> None:
     parser.add_argument("--figures", nargs="+", choices=FIGURES, default=list(FIGURES))
     parser.add_argument("--dry", action="store_true", help="a small shape, whose times say nothing")
     given = parser.parse_args()
-    found, goals, wrong = list[dict[str, Any]](), list[goal.Goal](), False
+    found = list[dict[str, Any]]()
+    goals = list[goal.Goal]()
+    wrong = False
     for shape in [TINY] if given.dry else SHAPES:
         for figure in given.figures:
             row = measured(figure, shape, rounds=given.rounds, seeds=1 if given.dry else SEEDS)
@@ -124,7 +127,8 @@ def in_one_dtype(dtype: torch.dtype, shape: Shape, seed: int) -> Figure:
 
 def with_masters(shape: Shape, seed: int) -> Figure:
     """Return a step of several micro-batches with fp32 weights and gradients, and products in bf16."""
-    mine, weights = layer("bf16", shape, seed), dict[str, Tensor]()
+    mine = layer("bf16", shape, seed)
+    weights = dict[str, Tensor]()
     masters = stacked(mine, torch.float32)
     experts, _ = hugging_face(shape, stacked(mine))
 
@@ -204,8 +208,10 @@ def products(shape: Shape, dtype: torch.dtype, times: int = 1) -> dict[str, Way]
 
 def _pairs(shape: Shape, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """Return the operands of an expert: fprop, dgrad and wgrad of both layers."""
-    rows, width = shape.rows // shape.num_experts, shape.expert_dim
-    w13, w2 = torch.randn(2 * width, shape.dim).to(dtype), torch.randn(shape.dim, width).to(dtype)
+    rows = shape.rows // shape.num_experts
+    width = shape.expert_dim
+    w13 = torch.randn(2 * width, shape.dim).to(dtype)
+    w2 = torch.randn(shape.dim, width).to(dtype)
     x, h, a = (torch.randn(rows, size).to(dtype) for size in (shape.dim, 2 * width, width))
     return [(x, w13.t()), (a, w2.t()), (x, w2), (h, w13), (h.t(), x), (x.t(), a)]
 

@@ -39,7 +39,8 @@ def main() -> None:
     given = parser.parse_args()
     measured = measure(device_to_measure(dry=given.dry), TINY if given.dry else DEEPSEEK, given.rounds)
     for row in measured["rows"]:
-        ms, what = row["ms"], f"{row['operation']}, {row['scales']} scales"
+        ms = row["ms"]
+        what = f"{row['operation']}, {row['scales']} scales"
         print(f"{what}: {ms['apart']:.3f} ms apart, {ms['fused']:.3f} ms fused, {row['differ']} bytes differ")
     print(record.write("fused_quantize", measured, dry=given.dry))
     sys.exit(any(row["differ"] for row in measured["rows"]))

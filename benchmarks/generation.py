@@ -19,7 +19,9 @@ from moefw.testing.suites.runs import open_model
 from moefw.training.generate import Reader
 
 PRESETS = {"gqa": "qwen3-moe-tiny", "mla": "deepseek-v3-tiny"}
-PROMPT, TOKENS, WINDOW = 100, 200, 512
+PROMPT = 100
+TOKENS = 200
+WINDOW = 512
 
 
 def main(rounds: int = 3) -> None:
@@ -44,7 +46,8 @@ def measure(preset: str, prompt: int, tokens: int, rounds: int) -> dict[str, Any
 @torch.no_grad()
 def greedy(model: nn.Module, prompt: int, tokens: int, *, keep: bool) -> list[int]:
     """Return the prompt and the likeliest tokens behind it."""
-    ids, read = [(7 * at) % 251 for at in range(prompt)], Reader(model, WINDOW, keep=keep)
+    ids = [(7 * at) % 251 for at in range(prompt)]
+    read = Reader(model, WINDOW, keep=keep)
     for _ in range(tokens):
         ids.append(int(read(ids).argmax()))
     return ids

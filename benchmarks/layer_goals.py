@@ -91,7 +91,8 @@ class Run:
     """The device, the shapes and the limits of this run."""
 
     def __init__(self, *, dry: bool, rounds: int) -> None:
-        self.dry, self.rounds = dry, rounds
+        self.dry = dry
+        self.rounds = rounds
         self.device = device_to_measure(dry=dry)
 
     def shape(self, shape: Shape) -> Shape:
@@ -131,7 +132,8 @@ def against_matmul(name: str) -> Callable[[Run], Measured]:
     def measure(run: Run) -> Measured:
         run.release()
         shape = run.shape(SHAPES[name])
-        layer, (matmul, operations) = Layer(BF16, run.device, shape), run.matmul()
+        layer = Layer(BF16, run.device, shape)
+        (matmul, operations) = run.matmul()
         seconds = run.race({"matmul": matmul, "forward": layer.forward, "fwd+bwd": layer.run}, layer)
         peak = operations / seconds["matmul"]
         rates = {"forward": shape.flops / seconds["forward"], "fwd+bwd": 3 * shape.flops / seconds["fwd+bwd"]}
@@ -177,7 +179,8 @@ def granularity(run: Run) -> Measured:
     layers["wide"] = Layer(BF16, run.device, run.shape(COARSE))
     ways = {f"{name}, forward": layer.forward for name, layer in layers.items()}
     seconds = run.race({**ways, **{name: layer.run for name, layer in layers.items()}}, *layers.values())
-    forward, whole = seconds["narrow, forward"] / seconds["wide, forward"], seconds["narrow"] / seconds["wide"]
+    forward = seconds["narrow, forward"] / seconds["wide, forward"]
+    whole = seconds["narrow"] / seconds["wide"]
     goals = [goal.at_most("10 n 256 K 16 over n 1024 K 4, forward", forward, 1.35)]
     goals.append(goal.at_most("10 n 256 K 16 over n 1024 K 4, fwd+bwd", whole, 1.35))
     return {"ms": _ms(seconds)}, goals
@@ -187,7 +190,8 @@ def few_tokens(run: Run) -> Measured:
     """Measure 1,024 tokens against the time to read all weights twice and write their gradients."""
     run.release()
     shape = evolve(run.shape(SHAPES["a"]), tokens=TINY.tokens if run.dry else FEW_TOKENS)
-    layer, (copy, nbytes) = Layer(BF16, run.device, shape), run.copy()
+    layer = Layer(BF16, run.device, shape)
+    (copy, nbytes) = run.copy()
     seconds = run.race({"copy": copy, "ours": layer.run}, layer)
     floor = 3 * 2 * shape.weights / (nbytes / seconds["copy"])
     goals = [goal.at_most("11 T 1024, fwd+bwd over the traffic of bf16 weights", seconds["ours"] / floor, 2.0)]
@@ -213,7 +217,8 @@ def counters(run: Run) -> Measured:
     layer = Layer(BF16, run.device, shape)
     with in_a_step(layer):
         layer.run()
-        forward, both = traced.counts(layer.forward), traced.counts(layer.run)
+        forward = traced.counts(layer.forward)
+        both = traced.counts(layer.run)
     backward = {name: None if None in (both[name], forward[name]) else both[name] - forward[name] for name in both}
     minimum = 2 * shape.tokens * shape.dim + 4 * shape.rows * shape.expert_dim
     saved = {"keep": saved_bytes(layer, shape)}

@@ -51,7 +51,8 @@ def measure(x: Tensor, scales: BlockScales, draws: int) -> dict[str, float]:
         values = quantize_nvfp4(x, keys=keys, scales=scales).dequantize()
         total += values
         error += ((values - x).norm() / x.norm()).item() / max(1, draws)
-    mean, truth = total / max(1, draws), x.double()
+    mean = total / max(1, draws)
+    truth = x.double()
     at = truth.unflatten(-1, (-1, 16)).abs().argmax(-1, keepdim=True)
     largest, seen = (one.unflatten(-1, (-1, 16)).gather(-1, at) for one in (truth, mean))
     along = (mean * truth).sum() / truth.square().sum() - 1

@@ -35,8 +35,10 @@ ATTENTION = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
 SMALL = {"num_layers": 2, "dim": 32, "vocab_size": 256}
 SMALL |= {"num_experts": 4, "top_k": 2, "expert_dim": 32}
 SMALL_ATTENTION = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
-SEQUENCES, POSITIONS = 2, 4096
-GOAL_HIDDEN, GOAL_TIME = 0.95, 1.02
+SEQUENCES = 2
+POSITIONS = 4096
+GOAL_HIDDEN = 0.95
+GOAL_TIME = 1.02
 WARM_UP = 3
 
 

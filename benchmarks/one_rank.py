@@ -30,7 +30,8 @@ from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.oracle import Rule, dense_moe
 
-TOKENS, TOP_K = 131, 2
+TOKENS = 131
+TOP_K = 2
 MODEL = {"num_layers": 1, "dim": 64, "expert_dim": 32, "num_experts": 8, "top_k": TOP_K}
 ALLOWED = 1e-4
 """Relative error of fp32 sums against fp64."""
@@ -42,7 +43,10 @@ class OneRank(Layout):
     """One rank that has a process group for itself."""
 
     def __init__(self, plan: LayoutPlan, device: str) -> None:
-        self.plan, self.device, self.rank, self.ranks_per_node = plan, device, 0, 1
+        self.plan = plan
+        self.device = device
+        self.rank = 0
+        self.ranks_per_node = 1
 
     def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Return the world."""

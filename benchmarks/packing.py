@@ -26,9 +26,14 @@ from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, short_run
 from moefw.training.data.packing.schedule import Pack, Room, schedule, token_work
 
-LONGEST, MEDIAN, SPREAD = 32768, 1024, 1.5
+LONGEST = 32768
+MEDIAN = 1024
+SPREAD = 1.5
 """Tokens of the longest sequence and of the median one, and the deviation of their logarithms."""
-DP, CP, STEPS, MICRO_BATCHES = 8, 8, 16, 4
+DP = 8
+CP = 8
+STEPS = 16
+MICRO_BATCHES = 4
 QWEN3 = Dims(model_dim=2048, expert_dim=768, num_experts=128, top_k=8)
 WAYS = ("static", "dynamic")
 
@@ -102,9 +107,11 @@ def planned(dp: int, cp: int, count: int) -> dict[str, dict[str, float]]:
     tokens = MICRO_BATCHES * dp * LONGEST
     found = {}
     for way, here in rooms.items():
-        cost, done = Cost(), 0
+        cost = Cost()
+        done = 0
         for lengths in steps(drawn(10**6, LONGEST, MEDIAN), tokens):
-            cost, done = cost.of(lengths, here), done + 1
+            cost = cost.of(lengths, here)
+            done = done + 1
             if done == count:
                 break
         found[way] = {
@@ -120,10 +127,12 @@ def planned(dp: int, cp: int, count: int) -> dict[str, dict[str, float]]:
 def run(count: int) -> dict[str, dict[str, float]]:
     """Return loss and seconds of a step on four ranks. Raises AssertionError if the losses are not equal."""
     train = {**SMALL["train"], "seq_len": 1024, "micro_batch": 1, "tokens_per_step": 4096}
-    pool, found = RankPool(4), dict[str, dict[str, float]]()
+    pool = RankPool(4)
+    found = dict[str, dict[str, float]]()
     for way in WAYS:
         spec = {**SMALL, "train": {**train, "packing": way}, "parallel": {"dense": {"cp": 4}, "experts": {"ep": 4}}}
-        read, seconds = partial(read_packs, lengths=drawn(2000, 1024, 48)), list[float]()
+        read = partial(read_packs, lengths=drawn(2000, 1024, 48))
+        seconds = list[float]()
         for number in (1, 1, 1 + count):
             begun = time.perf_counter()
             (made, *_) = pool.run(short_run, 4, spec, number, False, False, read)

@@ -23,7 +23,8 @@ class Peer:
     def __init__(self, mine: Layer, shape: Shape, made: Made, dtype: torch.dtype = torch.bfloat16) -> None:
         self.router = nn.Parameter(mine.module.router.weight.detach().to(dtype))
         self.x_TD = mine.x_TD.detach().to(dtype).requires_grad_()
-        self.probe_TD, self.top_k = mine.probe_TD.to(dtype), shape.top_k
+        self.probe_TD = mine.probe_TD.to(dtype)
+        self.top_k = shape.top_k
         self.experts, weights = made
         self.parameters = (self.x_TD, self.router, *weights)
 
@@ -57,7 +58,8 @@ def hugging_face(shape: Shape, weights: Weights) -> Made:
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         experts = Qwen3MoeExperts(config)
-    experts.gate_up_proj, experts.down_proj = weights["gate_up"], weights["down"]
+    experts.gate_up_proj = weights["gate_up"]
+    experts.down_proj = weights["down"]
     return experts, experts.parameters()
 
 

@@ -26,13 +26,18 @@ from moefw.testing.layer_case import LayerCase, build_layer
 from moefw_kernels.permute import gather, gather_sum, sort_slots
 from moefw_kernels.routing import chosen
 
-TOKENS, EXPERTS, TOP_K = 64, 16, 4
-TINY, USUAL = (16, 16), (512, 256)
+TOKENS = 64
+EXPERTS = 16
+TOP_K = 4
+TINY = (16, 16)
+USUAL = (512, 256)
 """Model dim and expert dim."""
 RECIPE = FP32Recipe()
-LAYERS, WARM_UP = 8, 5
+LAYERS = 8
+WARM_UP = 5
 """Passes in a row, as in a model with that number of layers, and rounds that are not counted."""
-ALLOWED_US, ALLOWED_SHARE = 16.0, 0.002
+ALLOWED_US = 16.0
+ALLOWED_SHARE = 0.002
 """Half of what it was on a quiet machine when first measured, and a share of a layer of the usual size."""
 
 
@@ -42,7 +47,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=400)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    tiny, usual = race(*TINY, rounds), race(*USUAL, rounds // 4)
+    tiny = race(*TINY, rounds)
+    usual = race(*USUAL, rounds // 4)
     tax_us = median(b - i for b, i in zip(tiny["built"], tiny["inline"], strict=True)) * 1e6
     control_us = median(a - i for a, i in zip(tiny["inline again"], tiny["inline"], strict=True)) * 1e6
     layer_us = median(usual["inline"]) * 1e6
@@ -105,7 +111,9 @@ class Inline(nn.Module):
 
     def __init__(self, router: nn.Parameter, gate_up: nn.Parameter, down: nn.Parameter) -> None:
         super().__init__()
-        self.router, self.gate_up, self.down = router, gate_up, down
+        self.router = router
+        self.gate_up = gate_up
+        self.down = down
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return the output of the layer."""

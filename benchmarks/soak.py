@@ -40,7 +40,8 @@ from moefw.training.metrics import read_metrics
 SPEC = Path(__file__).with_name("soak.yaml")
 SETTLED = 200
 """Steps after which memory and open files no longer grow."""
-RESTART, GROWTH = 1.5, 0.02
+RESTART = 1.5
+GROWTH = 0.02
 """Promised limits: cost of a restart in fresh starts, and growth of resident memory."""
 METRICS = "metrics.jsonl"
 
@@ -62,7 +63,8 @@ class Soak:
     """Starts runs of one spec with overrides, each in its own folder."""
 
     def __init__(self, overrides: Sequence[str], steps: int) -> None:
-        self.overrides, self.steps = [*overrides, f"train.steps={steps}"], steps
+        self.overrides = [*overrides, f"train.steps={steps}"]
+        self.steps = steps
         self.assembly = specs.read(str(SPEC), self.overrides)
         self.every = self.assembly.spec.train.checkpoint_every
 
@@ -100,7 +102,8 @@ class Soak:
                 struck_s = time.monotonic()
                 kind.strike(run)
                 ended = run.ended()
-                noticed_s, before = time.monotonic() - struck_s, last_step(run_dir / METRICS)
+                noticed_s = time.monotonic() - struck_s
+                before = last_step(run_dir / METRICS)
                 _expect(ended, kind.code, kind.told)
             resume = "auto"
             if kind.damages:
@@ -145,10 +148,13 @@ def main() -> int:
 
 def measure(overrides: Sequence[str], *, steps: int, faults: int, seed: int) -> dict[str, Any]:
     """Train twice, undisturbed and through faults, and return the results of both."""
-    began_s, chance, soak = time.monotonic(), random.Random(seed), Soak(overrides, steps)
+    began_s = time.monotonic()
+    chance = random.Random(seed)
+    soak = Soak(overrides, steps)
     plan = draw(chance, faults=faults, steps=steps, apart=2 * soak.every)
     with tempfile.TemporaryDirectory() as folder:
-        whole, broken = Path(folder) / "whole", Path(folder) / "broken"
+        whole = Path(folder) / "whole"
+        broken = Path(folder) / "broken"
         samples = soak.undisturbed(whole)
         disturbed_s = time.monotonic()
         struck = soak.disturbed(broken, plan, chance)

@@ -38,7 +38,8 @@ def hidden_copies(way: Callable[[], object]) -> dict[str, float | None]:
     on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
     copies = [event for event in on_gpu if event.name.startswith(COPIES)]
     kernels = [event for event in on_gpu if not event.name.startswith(("Memcpy", "Memset")) and event.name != LABEL]
-    apart, busy = list(_union(copies)), list(_union(kernels))
+    apart = list(_union(copies))
+    busy = list(_union(kernels))
     total = sum(end - begin for begin, end in apart)
     hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in apart for b in busy)
     return {"copies_ms": 1e-3 * total or None, "hidden": hidden / total if total else None}

@@ -33,19 +33,23 @@ DISPATCHERS: dict[str, dict[str, Any]] = {
     "deepep": {"backend": "torch"},
     "hybridep": {"backend": "torch"},
 }
-DIM, EXPERTS, TOP_K = 7168, 256, 8
+DIM = 7168
+EXPERTS = 256
+TOP_K = 8
 ROW_BYTES = 2 * DIM
 SCHEMES = {
     "uniform": Scheme(num_experts=EXPERTS, top_k=TOP_K),
     "4 of 8 groups": Scheme(num_experts=EXPERTS, top_k=TOP_K, groups=8, limit=4),
 }
-RANKS, NODES = (8, 16, 32, 64), (4, 8)
+RANKS = (8, 16, 32, 64)
+NODES = (4, 8)
 PASSES: dict[str, tuple[Movement, Movement]] = {
     "forward": ("dispatch", "combine"),
     "backward": ("combine_backward", "dispatch_backward"),
 }
 WAY_BACK: tuple[Movement, ...] = ("combine", "combine_backward")
-ALLOWED_RATIO, ALLOWED_METADATA = 1.01, 0.03
+ALLOWED_RATIO = 1.01
+ALLOWED_METADATA = 0.03
 
 
 @frozen(kw_only=True)
@@ -64,7 +68,8 @@ class Case:
 
     def fewest(self) -> dict[str, float]:
         """Return the fewest rows a token, counted for these ids: to ranks, to nodes, inside nodes."""
-        ids, nodes = self.ids_by_rank, self.ranks // self.ranks_per_node
+        ids = self.ids_by_rank
+        nodes = self.ranks // self.ranks_per_node
         rows = {
             "ranks": distinct(ids, num_experts=EXPERTS, num_units=self.ranks),
             "nodes": distinct(ids, num_experts=EXPERTS, num_units=nodes),
@@ -75,8 +80,10 @@ class Case:
 
     def expected(self) -> dict[str, float]:
         """Return the fewest rows a token as the closed forms expect them."""
-        scheme, nodes = SCHEMES[self.routing], self.ranks // self.ranks_per_node
-        ranks, between = scheme.between(self.ranks), scheme.between(nodes)
+        scheme = SCHEMES[self.routing]
+        nodes = self.ranks // self.ranks_per_node
+        ranks = scheme.between(self.ranks)
+        between = scheme.between(nodes)
         rows = {"ranks": ranks, "nodes": between, "inside": scheme.within(self.ranks, self.ranks_per_node)}
         return {**rows, "inside, any way in": ranks - between}
 

@@ -22,17 +22,18 @@ def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
     from moefw.training.trained import open_trained
 
     with open_trained(assembly) as (session, step):
-        found = {
+        result = {
             "step": step,
             **evaluation(session),
             "zlib_bits_per_byte": zlib_bits_per_byte(session.data.heldout_bytes),
         }
-        if not math.isfinite(found["eval_loss"]):
-            raise NotFiniteError(f"the loss of held-out text is {found['eval_loss']}.")
+        if not math.isfinite(result["eval_loss"]):
+            raise NotFiniteError(f"the loss of held-out text is {result['eval_loss']}.")
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(result))
         return 0
-    bits, nats = found["eval_bits_per_byte"], found["eval_loss"]
+    bits = result["eval_bits_per_byte"]
+    nats = result["eval_loss"]
     click.echo(f"step {step}: {bits:.4f} bits a byte of held-out text ({nats:.4f} nats a token)")
-    click.echo(f"zlib -9 needs {found['zlib_bits_per_byte']:.4f}")
+    click.echo(f"zlib -9 needs {result['zlib_bits_per_byte']:.4f}")
     return 0

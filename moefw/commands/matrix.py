@@ -74,7 +74,7 @@ def data(matrix: Matrix) -> dict[str, object]:
         },
         "refusals": [
             {
-                "variants": {variant.section: variant.label for variant in (refusal.one, refusal.other)},
+                "variants": {variant.section: variant.label for variant in (refusal.variant, refusal.other)},
                 "reason": refusal.reason,
             }
             for refusal in matrix.refusals
@@ -90,9 +90,9 @@ def grids(matrix: Matrix) -> Iterator[Grid]:
     """Yield a table for each pair of sections with refusals. Rows and columns without refusals are merged into one."""
     for (section, variants), (other, others) in itertools.combinations(matrix.sections.items(), 2):
         refused = {
-            (refusal.one, refusal.other): refusal
+            (refusal.variant, refusal.other): refusal
             for refusal in matrix.refusals
-            if (refusal.one.section, refusal.other.section) == (section, other)
+            if (refusal.variant.section, refusal.other.section) == (section, other)
         }
         if refused:
             yield _grid(f"{section} x {other}", variants, others, refused)
@@ -127,7 +127,7 @@ def _grid(
 
 
 def _together(matrix: Matrix) -> str:
-    with_refusals = {(refusal.one.section, refusal.other.section) for refusal in matrix.refusals}
+    with_refusals = {(refusal.variant.section, refusal.other.section) for refusal in matrix.refusals}
     pairs = [pair for pair in itertools.combinations(matrix.sections, 2) if pair not in with_refusals]
     return f"everything goes with everything: {', '.join(f'{section} x {other}' for section, other in pairs)}"
 

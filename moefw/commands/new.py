@@ -213,7 +213,12 @@ def _write(kind: str, names: Names, into: Path) -> Path:
 
     def renamed(text: str) -> str:
         pattern = "|".join(map(re.escape, words))
-        return re.sub(pattern, lambda found: renamed(words[found[0]]) if found[0][0] == "{" else words[found[0]], text)
+
+        def replacement(match: re.Match[str]) -> str:
+            word = words[match[0]]
+            return renamed(word) if match[0].startswith("{") else word  # a text in braces may hold other words
+
+        return re.sub(pattern, replacement, text)
 
     target = into / names.distribution
     with scratch_folder(into) as made:

@@ -21,21 +21,21 @@ TIMEOUT_S = 60.0
 
 def memory_note(assembly: Assembly) -> str:
     """Return the largest categories of a rank's plan, its peak, and the memory of this machine."""
-    found = _planned(assembly)
-    if found is None or found.peak_bytes is None:
+    plan = _planned(assembly)
+    if plan is None or plan.peak_bytes is None:
         return f"This machine has {_told(usable_bytes())} of memory."
-    held = found.held
+    held = plan.held
     categories = {
         "parameters": held.parameters,
         "gradients": held.gradients,
         "optimizer states": held.optimizer + held.host,
-        "saved for backward": found.totals["saved"],
+        "saved for backward": plan.totals["saved"],
         "buffers and tokens": held.buffers + held.batch,
-        "pools of policies": found.pools,
+        "pools of policies": plan.pools,
     }
     largest = sorted(categories, key=lambda name: -categories[name])[:LARGEST]
     parts = ", ".join(f"{name} {_told(categories[name])}" for name in largest)
-    said = f"The plan of {found.ranks}: {parts}; {_told(found.peak_bytes)} at the peak."
+    said = f"The plan of {plan.ranks}: {parts}; {_told(plan.peak_bytes)} at the peak."
     if assembly.site.machine.device != "cpu":
         return f"{said} See `moefw plan`."
     return f"{said} This machine has {_told(usable_bytes())} for all of them. See `moefw plan`."
@@ -43,7 +43,8 @@ def memory_note(assembly: Assembly) -> str:
 
 def _planned(assembly: Assembly) -> Ledger | None:
     """Return the plan of the run's own spec, made by another process: this one may be a rank, or have no torch."""
-    spec, world = Path(assembly.spec.run.dir) / "spec.yaml", str(assembly.layout.world)
+    spec = Path(assembly.spec.run.dir) / "spec.yaml"
+    world = str(assembly.layout.world)
     command = python("-m", "moefw", "plan", str(spec), "--world", world, "--json")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)

@@ -51,7 +51,8 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
     which = read_which(resume) if resume is not None else "auto" if restarted() else None
     place = place_from_environment()
     assembly = specs.read(spec, overrides, place.world if place else None)
-    run, note = assembly.spec.run, partial(memory_note, assembly)
+    run = assembly.spec.run
+    note = partial(memory_note, assembly)
     leads = LAUNCHED not in os.environ and (place is None or place.rank == 0)
     goes_on = which is not None and (not leads or bool(candidates(Path(run.dir), which)))
     with _requests(assembly, resume=goes_on) as requests, ExitStack() as stack:
@@ -110,9 +111,9 @@ def _open_ledger(assembly: Assembly) -> None:
     from moefw.training.folder import cache_dir
     from moefw.training.ledger_file import write
 
-    found = ledger(assembly, cache=cache_dir() / PLANS)
-    show(found)
-    write(assembly, predicted=found.to_data())
+    predicted = ledger(assembly, cache=cache_dir() / PLANS)
+    show(predicted)
+    write(assembly, predicted=predicted.to_data())
     if assembly.site.machine.device == "cpu":
         from moefw.testing.measured import measure
 
@@ -120,5 +121,6 @@ def _open_ledger(assembly: Assembly) -> None:
         plain = {"saved": measured.saved_bytes, "regions": measured.by_region(), "peak_place": str(measured.peak_place)}
         write(assembly, measured={**asdict(measured), **plain})
         unit, name = unit_for(measured.peak)
-        saved, peak = measured.saved_bytes / unit, measured.peak / unit
+        saved = measured.saved_bytes / unit
+        peak = measured.peak / unit
         click.echo(f"measured without values: saved {saved:.3f}, peak {peak:.3f} {name} in {measured.peak_place}")

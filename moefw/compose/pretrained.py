@@ -53,7 +53,10 @@ class Pretrained(nn.Module):
 
     def __init__(self, module: Any, assembly: Assembly, layout: Layout, source: Source) -> None:
         super().__init__()
-        self.module, self.assembly, self.layout, self.source = module, assembly, layout, source
+        self.module = module
+        self.assembly = assembly
+        self.layout = layout
+        self.source = source
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return logits ``(B, S, V)`` of ids ``(B, S)``, int64. ``attention_mask``: 1 for tokens, 0 for padding.
@@ -99,10 +102,13 @@ def read_weights(module: nn.Module, path: Path, assembly: Assembly, group: Proce
     Raises SpecError or CheckpointError on every rank, before any change; or CheckpointError with all tensors that hold
     NaN or infinity, which are found as they are read.
     """
-    error, folder, source = None, None, None
+    error = None
+    folder = None
+    source = None
     try:
         config = read_config(path)
-        folder, rules = Folder(path), family_of(config, path).rules
+        folder = Folder(path)
+        rules = family_of(config, path).rules
         origins, taken = placed(module, folder, rules, num_experts=assembly.site.dims.num_experts)
         tensors = {name: (folder.tensors[name].dtype, folder.tensors[name].shape) for name in taken}
         source = Source(path, config, origins, tensors)
@@ -175,7 +181,8 @@ def _together(act: Callable[[], Any], path: str | Path, layout: Layout) -> Any:
 
 def _owned(model: Pretrained) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that this rank writes, whole: the first of the ranks that hold copies. Collective."""
-    layout, module = model.layout, model.module
+    layout = model.layout
+    module = model.module
     experts = expert_parameters(module)
     for parameter, pieces in by_parameter(module):
         if pieces[0].holders and layout.index("pp") != pieces[0].holders[0]:

@@ -21,7 +21,7 @@ MODEL: Final = {"num_layers": 4, "num_dense_layers": 3, "shared_expert_dim": 256
 class Refusal:
     """Two variants that no accepted spec combines, and the reason."""
 
-    one: Variant
+    variant: Variant
     other: Variant
     reason: str
 
@@ -72,7 +72,7 @@ def survey(registry: Registry, *, ours_only: bool = True) -> Matrix:
     for of_first, of_second in itertools.combinations(fit.sections.values(), 2):
         for first, second in itertools.product(of_first, of_second):
             if not fit.fits(first, second):
-                refusals.append(Refusal(one=first, other=second, reason=fit.reason(first, second).what))
+                refusals.append(Refusal(variant=first, other=second, reason=fit.reason(first, second).what))
     needs = {variant: fit.needs(variant) for variant in every if fit.needs(variant)}
     return Matrix(
         sections=fit.sections,

@@ -78,13 +78,16 @@ def config_of(resolved: Tree) -> dict[str, Any]:
     parts = [resolved[name] for name in ("model", "attention", "routing")]
     if parts[2]["use"] != "topk":
         raise CheckpointError(f"no family of Hugging Face routes like {parts[2]['use']}.", "Only topk can be exported.")
-    wanted, differing = dict(_computed(*parts)), dict[str, list[Problem]]()
+    computed = dict(_computed(*parts))
+    differing: dict[str, list[Problem]] = {}
     for family, config in configurations(*parts).items():
-        said = _read_back(config)
+        read_back = _read_back(config)
         differing[family] = [
-            Problem(f"{name} {wanted[name]!r} is not what {family} of Hugging Face computes ({said.get(name)!r}).")
-            for name in wanted
-            if wanted[name] != said.get(name)
+            Problem(
+                f"{name} {computed[name]!r} is not what {family} of Hugging Face computes ({read_back.get(name)!r})."
+            )
+            for name in computed
+            if computed[name] != read_back.get(name)
         ]
         if not differing[family]:
             return config
@@ -140,8 +143,10 @@ def _described(origins: Mapping[str, Origin], manifest: Manifest, dtype: torch.d
         pieces.setdefault(origin.name, []).append(name)
     described = {}
     for tensor, names in pieces.items():
-        origin, shape = origins[names[0]], manifest.tensors[names[0]].shape
-        left, whole = list(reversed(shape) if origin.transposed else shape), []
+        origin = origins[names[0]]
+        shape = manifest.tensors[names[0]].shape
+        left = list(reversed(shape) if origin.transposed else shape)
+        whole = []
         for at, cut in enumerate(origin.cut):
             stacked = 1 + max(origins[name].cut[at] for name in names) if isinstance(cut, int) else 0
             whole.append(stacked or left.pop(0) * (cut.step or 1))

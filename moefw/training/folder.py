@@ -21,7 +21,8 @@ from moefw.compose.assembly import Assembly
 from moefw.core.errors import PlanError, SpecError
 from moefw.system.folders import lock_folder
 
-MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
 OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "stacks")
 """A folder that holds any of these names is the folder of a run."""
 
@@ -34,14 +35,14 @@ def checkpoint_dirs(run_dir: Path) -> list[tuple[int, Path]]:
 
     A ``step-N.replaced`` that a killed run left counts as the checkpoint of its step if there is no ``step-N``.
     """
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     with suppress(OSError), os.scandir(run_dir / "checkpoints") as listing:
         # One scan: with a query per folder, a run that saves and drops meanwhile could seem to have none.
         for entry in sorted(listing, key=lambda entry: entry.name):
             number = re.fullmatch(r"step-([0-9]+)(\.replaced)?", entry.name)
             if number and entry.is_dir():
-                found.setdefault(int(number[1]), Path(entry.path))
-    return sorted(found.items())
+                by_step.setdefault(int(number[1]), Path(entry.path))
+    return sorted(by_step.items())
 
 
 @contextmanager

@@ -64,7 +64,8 @@ class Reader:
     """
 
     def __init__(self, model: nn.Module, window: int, *, keep: bool | None = None) -> None:
-        self.model, self.window = model, window
+        self.model = model
+        self.window = window
         self.keep = keeps_past(model) if keep is None else keep
         self._first = self._read = 0
         self._past: Past | None = None
@@ -75,7 +76,8 @@ class Reader:
             self._first = len(ids) - (max(1, self.window // 2) if self._read else self.window)
             self._past = None
         start = self._read if self._past else self._first
-        model, device = self.model, next(self.model.parameters()).device
+        model = self.model
+        device = next(self.model.parameters()).device
         new = torch.tensor([ids[start:]], device=device)
         batch = Batch(ids_BS=new, labels_BS=new, dropless=True)
         run: Any = model

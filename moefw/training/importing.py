@@ -49,6 +49,7 @@ def opened(source: Path, run_dir: Path) -> tuple[Assembly, nn.Module, Folder, Ma
     tree: dict[str, Any] = {"model": {"preset": preset}, "run": {"dir": str(run_dir)}}
     assembly = assemble_tree(tree, Marks("import"), defaults=defaults(), world=1, trains=False)
     model = on_meta(assembly)
-    folder, rules = Folder(source), family_of(read_config(source), source).rules
+    folder = Folder(source)
+    rules = family_of(read_config(source), source).rules
     origins, _ = placed(model, folder, rules, num_experts=assembly.site.dims.num_experts)
     return assembly, model, folder, origins

@@ -92,7 +92,8 @@ class _Appended:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self.path, "a", opener=_open_no_link)
-        size, rest = os.fstat(self._file.fileno()).st_size, memoryview(self._waiting)
+        size = os.fstat(self._file.fileno()).st_size
+        rest = memoryview(self._waiting)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]

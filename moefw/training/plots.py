@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-_INK, _FAINT, _GRID = "#22272e", "#8a919c", "#e7e9ed"
-_TRAIN, _EVAL, _ZLIB = "#2a6fb0", "#c8502d", "#5f6672"
+_INK = "#22272e"
+_FAINT = "#8a919c"
+_GRID = "#e7e9ed"
+_TRAIN = "#2a6fb0"
+_EVAL = "#c8502d"
+_ZLIB = "#5f6672"
 _COLD_TO_HOT = ("#2f6296", "#7fa9cf", "#f6f4f1", "#e39a7b", "#b8432a")
 _OVER = "#7a1d12"
 _NUMBER: Any = {"color": _INK, "fontsize": 9}
@@ -101,7 +105,8 @@ def plot_loss(records: Sequence[Mapping[str, Any]], out: Path, *, zlib_bits: flo
 def _bits_per_byte_of_a_nat(records: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the bits per byte of one nat per token, by the last evaluation; None if there is none."""
     for record in reversed(records):
-        bits, nats = record.get("eval_bits_per_byte"), record.get("eval_loss")
+        bits = record.get("eval_bits_per_byte")
+        nats = record.get("eval_loss")
         if bits and nats and math.isfinite(bits / nats):
             return float(bits / nats)
     return None
@@ -129,7 +134,8 @@ def plot_expert_load(load_LE: Sequence[Sequence[float]], layers: Sequence[int], 
     numbered = num_experts <= _MAX_NUMBERED_EXPERTS
 
     cell_width = min(0.46 if numbered else 0.15, 12.5 / num_experts)
-    grid_width, row_height = max(cell_width * num_experts, 4.0), min(0.36, 12.0 / num_layers)
+    grid_width = max(cell_width * num_experts, 4.0)
+    row_height = min(0.36, 12.0 / num_layers)
     place = _Inches(grid_width + 1.75, row_height * num_layers + 1.7)
     figure = Figure(figsize=(place.width, place.height), dpi=150, facecolor="white")
     axes = figure.add_axes(place(0.8, 1.15, grid_width, row_height * num_layers))
@@ -197,7 +203,8 @@ def _smooth(values: Floats) -> Floats:
 
     weights = known.astype(np.float64)
     w0, w1, w2 = (moment(weights, power) for power in range(3))
-    v0, v1 = moment(filled, 0), moment(filled, 1)
+    v0 = moment(filled, 0)
+    v1 = moment(filled, 1)
     spread = w0 * w2 - w1**2
     lone = spread < 1e-9
     line = (w2 * v0 - w1 * v1) / np.where(lone, 1.0, spread)

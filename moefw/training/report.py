@@ -28,7 +28,9 @@ from moefw_kernels.devices import is_gpu, runs_ahead
 
 BALANCE_WINDOW = 50
 """Steps over which the expert load of the heat map is averaged."""
-SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = "def ", 160, 0.7
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 160
+SAMPLE_TEMPERATURE = 0.7
 
 
 def introduce(session: Session, start: int, changes: Sequence[str], console: Console) -> None:
@@ -37,7 +39,9 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
     sizes = " ".join(f"{axis}={size}" for axis, size in session.layout.plan.sizes.items() if size > 1)
     ranks = f"{session.layout.plan.world} ranks ({sizes})" if sizes else "1 rank"
     say(console, f"{ranks} on {session.device.type}, {held / 1e6:.1f} M parameters on rank 0")
-    train, heldout, ids = len(session.data.train), len(session.data.heldout), session.data.vocab_size
+    train = len(session.data.train)
+    heldout = len(session.data.heldout)
+    ids = session.data.vocab_size
     say(console, f"{train:,} tokens to train on, {heldout:,} held out, a vocabulary of {ids:,}")
     if is_gpu(session.device) and dist.is_initialized() and dist.get_backend() == "gloo":
         say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")

@@ -73,7 +73,9 @@ class Session:
         the last token of a document is padding, because its label is in another one. None: a window is one document.
         ``seeds_B`` seeds the random draws of each sequence; None: nothing is drawn.
         """
-        tokens_BS, mask_BS, positions_BS = torch.from_numpy(windows_BS), None, None
+        tokens_BS = torch.from_numpy(windows_BS)
+        mask_BS = None
+        positions_BS = None
         if documents_BS is not None:
             mask_BS = torch.from_numpy(documents_BS[:, :-1] == documents_BS[:, 1:])
             documents_BS = documents_BS[:, :-1]
@@ -123,7 +125,8 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     try:
         stamp("agreeing on the spec")
         agree_on_spec(assembly)
-        parts, calling = assembly.parts, assembly.registry.calling
+        parts = assembly.parts
+        calling = assembly.registry.calling
         with calling(parts.parallel, "build()"):
             layout = open_layout(assembly, device.type)
         stamp("preparing data")

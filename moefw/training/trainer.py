@@ -70,8 +70,10 @@ class Trainer:
     def __init__(
         self, session: Session, *, resume: Which | None, ledger: bool = False, requests: StopRequests | None = None
     ) -> None:
-        assembly, spec = session.assembly, session.assembly.spec.train
-        self.session, self.spec = session, spec
+        assembly = session.assembly
+        spec = session.assembly.spec.train
+        self.session = session
+        self.spec = spec
         self.requests = requests or StopRequests(resumable=lambda: resume is not None)
         self.run_dir = Path(assembly.spec.run.dir)
         with assembly.registry.calling(assembly.parts.optimizer, "build()"):
@@ -85,8 +87,10 @@ class Trainer:
         self.console = Console(quiet=not session.leads)
         self.files = RunFiles(spec.on_full_disk, partial(say, self.console))
         self.ledger = ledger and session.leads and is_gpu(session.device)
-        self.host_group, self.saved = session.layout.host_group(), Path()
-        self.resumes, self.notes = resume is not None, list[str]()
+        self.host_group = session.layout.host_group()
+        self.saved = Path()
+        self.resumes = resume is not None
+        self.notes: list[str] = []
         self.start = self._resume(resume)
         self.routes = Routes.opened(session, self.start)
 
@@ -121,7 +125,7 @@ class Trainer:
     def _open_files(self) -> tuple[MetricsLog, list[str]]:
         """Write the spec and the tokenizer; return the log of metrics and the changes in the spec of a resumed run."""
         stamp("opening the run's files", slow=True)
-        changes = list[str]()
+        changes: list[str] = []
         with self.files.writing(self.run_dir / "spec.yaml"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             changes = write_resolved(self.session.assembly, self.run_dir)
@@ -201,12 +205,14 @@ class Trainer:
 
     def _resume(self, which: Which | None) -> int:
         """Load the checkpoint that all ranks resume from and return its step; 0 if they start anew."""
-        data, group = self.session.data, self.host_group
+        data = self.session.data
+        group = self.host_group
         chosen = checkpoint.choose_together(self.run_dir, which, data, group)
         if chosen is None:
             self._read_weights()
             return 0
-        model, optimizer = self.session.model, self.engine.optimizer
+        model = self.session.model
+        optimizer = self.engine.optimizer
         manifest = checkpoint.load(chosen.folder, model, optimizer, tokenizer=data.fingerprint, group=group)
         begin = manifest.origin.sequences - self.feed.order.first(manifest.step)
         order: Any = evolve(self.feed.order, begin=begin)

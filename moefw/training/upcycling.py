@@ -190,9 +190,10 @@ def _pieces(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, str | No
     """Return what becomes of each dense tensor: parameters, each with its expert's matrix and number, if it has any."""
     pieces: dict[str, list[tuple[str, str | None, int]]] = {}
     for name in tensors:
-        found = re.fullmatch(r"(.*)\.moe\.experts\.(\d+)\.((gate|up|down)_proj\.weight)", name)
-        if found:
-            pieces.setdefault(f"{found[1]}.mlp.{found[3]}", []).append((name, found[4], int(found[2])))
+        match = re.fullmatch(r"(.*)\.moe\.experts\.(\d+)\.((gate|up|down)_proj\.weight)", name)
+        if match:
+            block, expert, weight, matrix = match.groups()
+            pieces.setdefault(f"{block}.mlp.{weight}", []).append((name, matrix, int(expert)))
         elif not _is_router(name):
             pieces[name] = [(name, None, 0)]
     return pieces

@@ -39,7 +39,8 @@ class RingDispatcher(moefw.Dispatcher):
     """
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int, both_ways: bool) -> None:
-        self.experts, self.row_alignment = experts, row_alignment
+        self.experts = experts
+        self.row_alignment = row_alignment
         others = experts.size - 1
         ways = {1: others - others // 2, -1: others // 2} if both_ways else {1: others}
         self.ways = {step: hops for step, hops in ways.items() if hops}
@@ -88,7 +89,8 @@ class RingDispatcher(moefw.Dispatcher):
         return told
 
     def _lanes(self, told: Sequence[Sequence[int]]) -> Iterator[Lane]:
-        begin, group = 2, self.experts.group
+        begin = 2
+        group = self.experts.group
         for step, hops in self.ways.items():
             assert group is not None, "a rank that is alone has no lane"
             rows = [of_rank[begin : begin + hops] for of_rank in told]
@@ -121,7 +123,8 @@ class RingDispatcher(moefw.Dispatcher):
         """Pass tokens on until all have been where they are needed, and return the rows of this rank's experts."""
         plan, x_TD, weights_TK = pending.detail
         came = finish(pending)
-        x_AD, weights_AK = torch.cat([x_TD, *came[::2]]), torch.cat([weights_TK, *came[1::2]])
+        x_AD = torch.cat([x_TD, *came[::2]])
+        weights_AK = torch.cat([weights_TK, *came[1::2]])
         arrival: Arrival = plan.detail.arrival
         return moefw.ExpertBatch.of(arrival.expand(x_AD, weights_AK), arrival), moefw.DispatchHandle(plan=plan)
 

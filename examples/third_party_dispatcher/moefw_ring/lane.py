@@ -74,7 +74,8 @@ class Lane:
 
     def _pass(self, rows: Tensor, into: Tensor, step: int) -> Work:
         """Start sending rows to one neighbour and receiving others from the other neighbour."""
-        sent, received = self._peers(len(rows), step), self._peers(len(into), -step)
+        sent = self._peers(len(rows), step)
+        received = self._peers(len(into), -step)
         work: Any = dist.all_to_all_single(into, rows, received, sent, group=self.group, async_op=True)
         return work
 

@@ -16,7 +16,8 @@ from moefw.testing.threads import thread_world
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.wire import count_bytes, open_dispatcher
 
-DIM, RANKS = 8, 6
+DIM = 8
+RANKS = 6
 
 
 class TestRing(DispatcherSuite):

@@ -60,8 +60,10 @@ class TwoHopDispatcher(moefw.Dispatcher):
     """
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
-        self.experts, self.row_alignment = experts, row_alignment
-        nodes, per_node = experts.nodes, experts.nodes.count(experts.nodes[0])
+        self.experts = experts
+        self.row_alignment = row_alignment
+        nodes = experts.nodes
+        per_node = experts.nodes.count(experts.nodes[0])
         places = [rank // per_node * per_node for rank in range(experts.size)]
         if [nodes[first] for first in places] != [*nodes] or len(set(nodes)) * per_node != experts.size:
             what = f"two_hop wants equally many ranks on every node, one after the other; they lie on {list(nodes)}."
@@ -81,7 +83,9 @@ class TwoHopDispatcher(moefw.Dispatcher):
         self, routing: moefw.Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> moefw.DispatchPlan:
         """Tell each rank on the way which tokens come, from where, and what they choose. ``counts`` is not used."""
-        experts, ids_TK, capacity = self.experts, routing.expert_ids_TK, routing.capacity or 0
+        experts = self.experts
+        ids_TK = routing.expert_ids_TK
+        capacity = routing.capacity or 0
         notes_NK = torch.cat([torch.full_like(ids_TK[:, :1], experts.rank), ids_TK], 1).int()
         hops: list[Hop] = []
         for group, size, unit in self.ways:
@@ -100,7 +104,8 @@ class TwoHopDispatcher(moefw.Dispatcher):
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
         """Send each token, and all of its weights, on the first hop."""
-        hops, sent = plan.detail.hops, [x_TD, weights_TK]
+        hops = plan.detail.hops
+        sent = [x_TD, weights_TK]
         return hops[0].out(sent, plan) if hops else stay(sent, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
@@ -135,7 +140,8 @@ class TwoHopDispatcher(moefw.Dispatcher):
 
 def _hop(group: ProcessGroup | None, size: int, units_TK: Tensor, capacity: int) -> tuple[Hop, int]:
     """Return a hop to the given ones of ``size`` ranks, and the sum of their capacities. Exchanges numbers of rows."""
-    slots, ones = sort_slots(distinct(units_TK), size), [1] * size
+    slots = sort_slots(distinct(units_TK), size)
+    ones = [1] * size
     asked_P2 = exchange_now(F.pad(slots.counts.unsqueeze(1), (0, 1), value=capacity), ones, ones, group)
     received, capacities = asked_P2.T.tolist()
     return Hop(group=group, slots=slots, sent=slots.counts.tolist(), received=received), sum(capacities)

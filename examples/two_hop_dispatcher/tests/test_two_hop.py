@@ -15,7 +15,9 @@ from moefw.testing.layer_case import LayerCase
 from moefw.testing.threads import thread_world
 from moefw.testing.wire import count_bytes, open_dispatcher
 
-DIM, RANKS, PER_NODE = 16, 8, 4
+DIM = 16
+RANKS = 8
+PER_NODE = 4
 
 
 class TestTwoHop(DispatcherSuite):

@@ -261,9 +261,9 @@ def _nvfp4_kernel(
         count = rows
     level = matrix * level_stride + place * block_stride
     inside = place < count
-    wanted = _float(amax) * tl.load(encoders + level, mask=inside, other=1.0)
-    wanted = _float(tl.where(amax >= _INF, _NAN, _bits(wanted)))
-    scale = _encode(wanted, 0.0 if UP else None, 3, -6, 0x43E00000, 7, 0x7F)
+    unrounded = _float(amax) * tl.load(encoders + level, mask=inside, other=1.0)
+    unrounded = _float(tl.where(amax >= _INF, _NAN, _bits(unrounded)))
+    scale = _encode(unrounded, 0.0 if UP else None, 3, -6, 0x43E00000, 7, 0x7F)
     fraction = (scale & 7).to(tl.float32) * 0.001953125
     value = _float(tl.where(scale < 8, _bits(fraction), (((scale >> 3) + 120) << 23) | ((scale & 7) << 20)))
     value = value * tl.load(decoders + level, mask=inside, other=1.0)

@@ -62,7 +62,8 @@ def _disk() -> Capability:
 
 
 def _working_directory() -> Capability:
-    name, here = "working directory", os.getcwd()
+    name = "working directory"
+    here = os.getcwd()
     try:
         with tempfile.TemporaryFile(dir=here) as file:
             file.write(b"moefw")

@@ -43,9 +43,11 @@ class Keys:
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
-        self.where, self.problems = where, list[Problem]()
-        self._values, self._read = dict(values), set[str]()
-        self._wrong = set[str]()
+        self.where = where
+        self.problems: list[Problem] = []
+        self._values = dict(values)
+        self._read: set[str] = set()
+        self._wrong: set[str] = set()
         for name, what in wrong_values(values):
             self._wrong.add(name)
             self.tell(what, "Correct it, or download the configuration again.")
@@ -57,17 +59,17 @@ class Keys:
         """
         self._read.update(names)
         usable = [name for name in names if name not in self._wrong]
-        found = {name: self._values[name] for name in usable if self._values.get(name) is not None}
-        for name, value in found.items():
-            first = next(iter(found))
-            if value != found[first]:
-                what = f"{name} {shown(value)} contradicts {first} {shown(found[first])}."
+        values_by_name = {name: self._values[name] for name in usable if self._values.get(name) is not None}
+        for name, value in values_by_name.items():
+            first = next(iter(values_by_name))
+            if value != values_by_name[first]:
+                what = f"{name} {shown(value)} contradicts {first} {shown(values_by_name[first])}."
                 self.tell(what, "Leave one of them out.")
-        if not found and default is _MISSING:
+        if not values_by_name and default is _MISSING:
             if len(usable) == len(names):
                 self.tell(f"{names[0]} is missing.", f"Set {' or '.join(names)}.")
             return None
-        return next(iter(found.values()), default)
+        return next(iter(values_by_name.values()), default)
 
     def has(self, name: str) -> bool:
         """Return whether a key is written, be it as null."""
@@ -116,27 +118,30 @@ def read_config(path: Path) -> Mapping[str, Any]:
 def rope_of(keys: Keys, pairs: str = "halves", default: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the options of RoPE: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
     written = keys.take("rope_parameters", default=None) or keys.take("rope_scaling", default=None)
-    given = {name: value for name, value in (written or default or {}).items() if value is not None}
-    theta = keys.take("rope_theta", default=given.pop("rope_theta", 10000.0))
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
-    if given.pop("partial_rotary_factor", 1.0) != 1.0 or keys.take("partial_rotary_factor", default=1.0) != 1.0:
+    options_written = {name: value for name, value in (written or default or {}).items() if value is not None}
+    theta = keys.take("rope_theta", default=options_written.pop("rope_theta", 10000.0))
+    kind = options_written.pop("rope_type", options_written.pop("type", "default"))
+    options_written.pop("type", None)
+    if (
+        options_written.pop("partial_rotary_factor", 1.0) != 1.0
+        or keys.take("partial_rotary_factor", default=1.0) != 1.0
+    ):
         keys.tell("partial_rotary_factor is not supported.", "All values of a head turn.")
     options = {"kind": kind, "theta": float(theta), "pairs": pairs}
     if kind not in _ROPE:
         keys.tell(f"RoPE of type {shown(kind)} is not supported.", f"Supported: {', '.join(_ROPE)}.")
         return {}
     if kind == "default":  # an option of another kind changes nothing; what is none may, such as a RoPE for each layer
-        for name in given.keys() - ROPE_KINDS.keys():
+        for name in options_written.keys() - ROPE_KINDS.keys():
             keys.tell(f"{_key(name)} is no option of RoPE.", "Leave it out.")
         return options
     longest = keys.take("max_position_embeddings", default=None)
-    trained = given.pop("original_max_position_embeddings", None) or longest
+    trained = options_written.pop("original_max_position_embeddings", None) or longest
     if "trained_positions" in _ROPE[kind]:
         options["trained_positions"] = trained
-    if given.get("factor") is None and kind == "yarn" and trained and longest:
-        given["factor"] = longest / trained
-    for name, value in given.items():
+    if options_written.get("factor") is None and kind == "yarn" and trained and longest:
+        options_written["factor"] = longest / trained
+    for name, value in options_written.items():
         if name not in _ROPE[kind]:
             keys.tell(f"{_key(name)} is no option of RoPE of type {kind!r}.", "Leave it out.")
         else:
@@ -176,11 +181,11 @@ def dense_decoder_of(keys: Keys) -> dict[str, Any]:
 
 def balance_of(keys: Keys, coeff: float = 0.001) -> dict[str, Any]:
     """Return the rule that balances experts if ``output_router_logits`` adds its loss. ``coeff``: the family's own."""
-    given = keys.take("router_aux_loss_coef", default=coeff)
+    coeff_written = keys.take("router_aux_loss_coef", default=coeff)
     keys.only("output_router_logits", False, True, default=False)
     if not keys.take("output_router_logits", default=False):
         return {}
-    return {"balance": [{"kind": "aux_loss", "over": "model", "coeff": given}]}
+    return {"balance": [{"kind": "aux_loss", "over": "model", "coeff": coeff_written}]}
 
 
 def heads_of(keys: Keys, *, head_dim: bool = True) -> dict[str, Any]:

@@ -12,7 +12,8 @@ ATTENTION = {"q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm", "kv_a_p
 
 def sections(keys: Keys) -> Sections:
     """Return what a configuration says in a spec."""
-    model, width = decoder_of(keys), keys.take("moe_intermediate_size", default=2048)
+    model = decoder_of(keys)
+    width = keys.take("moe_intermediate_size", default=2048)
     keys.only("scoring_func", "sigmoid", default="sigmoid")
     keys.only("topk_method", "noaux_tc", default="noaux_tc")
     keys.only("moe_layer_freq", 1, default=1)
@@ -49,7 +50,8 @@ def sections(keys: Keys) -> Sections:
 
 def _routing(keys: Keys) -> dict[str, Any]:
     keys.only("output_router_logits", False, default=False)
-    count, keep = keys.take("n_group", default=8), keys.take("topk_group", default=4)
+    count = keys.take("n_group", default=8)
+    keep = keys.take("topk_group", default=4)
     return {
         "use": "topk",
         "score": "sigmoid",

@@ -11,7 +11,8 @@ from moefw.models.huggingface.origins import DECODER, Family
 
 def _sections(keys: Keys, **attention: Any) -> Sections:
     """Return what a configuration says in a spec; ``attention``: what is the family's own."""
-    model, eps = dense_decoder_of(keys), keys.take("rms_norm_eps", default=1e-6)
+    model = dense_decoder_of(keys)
+    eps = keys.take("rms_norm_eps", default=1e-6)
     layers = {"num_dense_layers": model["num_layers"], "dense_dim": keys.take("intermediate_size")}
     return {
         "model": {**model, **layers, "norm_eps": eps},
@@ -42,7 +43,8 @@ def _qwen3(keys: Keys) -> Sections:
 def _windows(keys: Keys) -> dict[str, Any]:
     """Return which layers have a window: by default those from ``max_window_layers`` on, if ``use_sliding_window``."""
     windowed = keys.take("use_sliding_window", default=False)
-    window, below = keys.take("sliding_window", default=4096), keys.take("max_window_layers", default=28)
+    window = keys.take("sliding_window", default=4096)
+    below = keys.take("max_window_layers", default=28)
     layers = range(keys.take("num_hidden_layers", default=0))
     usual = ["sliding_attention" if windowed and layer >= below else "full_attention" for layer in layers]
     return windows_of(keys, usual, window)

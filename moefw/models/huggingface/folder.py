@@ -83,7 +83,8 @@ class Fp8:
 
     def read(self, first: int | None) -> Tensor:
         """Return ``codes * scale``, rounded once. Blocks of rows in turn, so that little is held in fp32."""
-        codes, scales = self.codes.read(first), self.scales.read(first).float()
+        codes = self.codes.read(first)
+        scales = self.scales.read(first).float()
         values = torch.empty(codes.shape, dtype=self.dtype)
         for block, start in enumerate(range(0, codes.shape[-2], BLOCK)):
             rows = codes[..., start : start + BLOCK, :].float()
@@ -111,11 +112,13 @@ class Mxfp4:
 
     def read(self, first: int | None) -> Tensor:
         """Return the values, exact in bf16."""
-        codes, scales = self.codes.read(first), self.scales.read(first)
+        codes = self.codes.read(first)
+        scales = self.scales.read(first)
         table = torch.tensor([*_FP4, *(-value for value in _FP4)])
         values = torch.empty(*codes.shape[:-2], 32 * codes.shape[-2], dtype=self.dtype)
         for start in range(0, codes.shape[-3], BLOCK):  # in turn, so that little is held in wider dtypes
-            rows, exponents = codes[..., start : start + BLOCK, :, :], scales[..., start : start + BLOCK, :].int() - 127
+            rows = codes[..., start : start + BLOCK, :, :]
+            exponents = scales[..., start : start + BLOCK, :].int() - 127
             pairs = torch.stack([table[(rows & 15).int()], table[(rows >> 4).int()]], dim=-1)
             values[..., start : start + BLOCK, :] = torch.ldexp(pairs.flatten(-2), exponents.unsqueeze(-1)).flatten(-2)
         return values.mT
@@ -129,16 +132,17 @@ class Folder:
     """The tensors of a folder by name. Raises CheckpointError with all that is wrong with its index and files."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._problems = path, list[Problem]()
-        found: dict[str, Plain] = {}
+        self.path = path
+        self._problems: list[Problem] = []
+        plain_tensors: dict[str, Plain] = {}
         places: dict[str, Path] = {}
         for file, names in self._files().items():
             here = self._opened(file, names)
             self._tell_twice(file, here, places)
-            found |= here
+            plain_tensors |= here
             places |= dict.fromkeys(here, file)
         tensors: dict[str, Stored] = {}
-        for name, stored in self._decoded(found):
+        for name, stored in self._decoded(plain_tensors):
             if name in tensors:
                 self._tell(f"{path} holds {name} twice: in MXFP4, as {name}_blocks, and as it is.", "Remove one.")
             tensors[name] = stored
@@ -204,7 +208,8 @@ class Folder:
             places = json.loads(content)["weight_map"]
             known = all(isinstance(name, str) and isinstance(file, str) for name, file in places.items())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            known, places = False, {}
+            known = False
+            places = {}
         if not known:
             self._tell(f"{index} is no index: it has no weight_map of tensors and files.", "Download it again.")
             return {}
@@ -228,18 +233,18 @@ class Folder:
         except (SafetensorError, OSError, RuntimeError) as error:
             self._tell(f"{path} is no whole safetensors file: {error}.", "Download it again.")
             return {}
-        found = {}
+        tensors = {}
         for name in sorted(here):
             lazy = file.get_slice(name)
             if lazy.get_dtype() not in DTYPES:
                 self._tell(f"{path}: {name} is {lazy.get_dtype()}, which no weight is.", "Download it again.")
             else:
-                found[name] = Plain(lazy, tuple(lazy.get_shape()), DTYPES[lazy.get_dtype()])
+                tensors[name] = Plain(lazy, tuple(lazy.get_shape()), DTYPES[lazy.get_dtype()])
         if names is not None:
             for name in sorted(here ^ names):
                 where = "the index does not place it there" if name in here else "the file lacks it"
                 self._tell(f"{path}: {name} is misplaced: {where}.", "Download file and index again.")
-        return found
+        return tensors
 
     def _tell_twice(self, file: Path, here: Mapping[str, Plain], places: Mapping[str, Path]) -> None:
         """Report the tensors of a file that files before it hold, too. With an index, no file may."""
@@ -249,20 +254,20 @@ class Folder:
             what = f"{other} and {file.name} both hold {both[0]}{more}, and no index says which one counts."
             self._tell(what, f"Remove the file that is not the model's, or add {INDEX}.")
 
-    def _decoded(self, found: Mapping[str, Plain]) -> Iterable[tuple[str, Stored]]:
+    def _decoded(self, tensors: Mapping[str, Plain]) -> Iterable[tuple[str, Stored]]:
         """Yield every tensor by the name of its values."""
-        for name, plain in found.items():
-            scales = found.get(f"{name}_scale_inv")
-            if name.endswith("_scale_inv") and name.removesuffix("_scale_inv") in found:
+        for name, plain in tensors.items():
+            scales = tensors.get(f"{name}_scale_inv")
+            if name.endswith("_scale_inv") and name.removesuffix("_scale_inv") in tensors:
                 continue
-            if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in found:
+            if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in tensors:
                 continue
             if scales is not None:
                 yield from self._fp8(name, plain, scales)
             elif plain.dtype is torch.float8_e4m3fn:
                 self._tell(f"{self.path}: {name} is FP8 and has no {name}_scale_inv.", "Download the folder again.")
             elif name.endswith("_blocks"):
-                yield from self._mxfp4(name.removesuffix("_blocks"), plain, found)
+                yield from self._mxfp4(name.removesuffix("_blocks"), plain, tensors)
             elif plain.dtype is torch.uint8:
                 self._tell(f"{self.path}: {name} is packed in an unknown way.", "Use a folder in bf16, FP8 or MXFP4.")
             else:
@@ -282,8 +287,8 @@ class Folder:
         else:
             yield name, Fp8(codes, scales)
 
-    def _mxfp4(self, name: str, codes: Plain, found: Mapping[str, Plain]) -> Iterable[tuple[str, Stored]]:
-        scales = found.get(f"{name}_scales")
+    def _mxfp4(self, name: str, codes: Plain, tensors: Mapping[str, Plain]) -> Iterable[tuple[str, Stored]]:
+        scales = tensors.get(f"{name}_scales")
         if scales is None or len(codes.shape) != 4 or codes.shape[3] != 16 or scales.shape != codes.shape[:3]:
             what = f"{self.path}: {name}_blocks {codes.shape} has no {name}_scales of its first three dimensions."
             self._tell(what, "Download the folder again.")

@@ -15,12 +15,14 @@ PARTS = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
 
 def sections(keys: Keys) -> Sections:
     """Return what a configuration says in a spec."""
-    model, eps = decoder_of(keys), keys.take("rms_norm_eps", default=1e-5)
+    model = decoder_of(keys)
+    eps = keys.take("rms_norm_eps", default=1e-5)
     bias = keys.take("attention_bias", default=True)
     layers = range(model["num_layers"] or 0)
     alternating = ["full_attention" if n % 2 else "sliding_attention" for n in layers]
     window = keys.take("sliding_window", default=128)
-    limit, alpha = keys.take("swiglu_limit", default=7.0), keys.take("swiglu_alpha", default=1.702)
+    limit = keys.take("swiglu_limit", default=7.0)
+    alpha = keys.take("swiglu_alpha", default=1.702)
     return {
         "model": model
         | {
@@ -45,14 +47,16 @@ def sections(keys: Keys) -> Sections:
 
 
 def _weight(layer: str, expert: str, part: str) -> Origin:
-    experts, number = f"model.layers.{layer}.mlp.experts", int(expert)
+    experts = f"model.layers.{layer}.mlp.experts"
+    number = int(expert)
     if part == "down_proj":
         return Origin(f"{experts}.down_proj", (number,), transposed=True)
     return Origin(f"{experts}.gate_up_proj", (number, slice(None), PARTS[part]), transposed=True)
 
 
 def _bias(layer: str, expert: str, part: str) -> Origin:
-    experts, number = f"model.layers.{layer}.mlp.experts", int(expert)
+    experts = f"model.layers.{layer}.mlp.experts"
+    number = int(expert)
     if part == "down_proj":
         return Origin(f"{experts}.down_proj_bias", (number,))
     return Origin(f"{experts}.gate_up_proj_bias", (number, PARTS[part]))

@@ -32,7 +32,8 @@ def placed(
 
     Raises CheckpointError with every tensor that is missing, left over or of another shape.
     """
-    origins, problems = dict[str, Origin](), list[Problem]()
+    origins: dict[str, Origin] = {}
+    problems: list[Problem] = []
     own = dict(wanted(model))
     names = names_in_stages(own, model)
     for name, shape in own.items():
@@ -92,10 +93,13 @@ def router_states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _everywhere(name: str, rules: Sequence[Rule], num_experts: int) -> Iterator[Origin]:
     """Yield the origins of a tensor, and of the same one of all other experts, which other ranks may hold."""
-    head, found, rest = name.partition(".moe.experts.")
-    names = [f"{head}{found}{expert}.{rest.partition('.')[2]}" for expert in range(num_experts)] if found else [name]
-    for each in names:
-        yield from origins_of(each, rules)
+    layer, experts, rest = name.partition(".moe.experts.")
+    if not experts:
+        yield from origins_of(name, rules)
+        return
+    _, _, matrix = rest.partition(".")
+    for expert in range(num_experts):
+        yield from origins_of(f"{layer}{experts}{expert}.{matrix}", rules)
 
 
 def _may_be_left(name: str, model: nn.Module) -> bool:

@@ -10,7 +10,8 @@ WEIGHTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 def sections(keys: Keys) -> Sections:
     """Return what a configuration says in a spec."""
-    model, eps = decoder_of(keys), keys.take("rms_norm_eps", default=1e-5)
+    model = decoder_of(keys)
+    eps = keys.take("rms_norm_eps", default=1e-5)
     keys.only("router_jitter_noise", 0, 0.0, default=0.0)
     return {
         "model": model

@@ -9,7 +9,8 @@ from moefw.models.huggingface.qwen3_moe import softmax_routing
 
 def sections(keys: Keys) -> Sections:
     """Return what a configuration says in a spec."""
-    model, eps = decoder_of(keys), keys.take("rms_norm_eps", default=1e-5)
+    model = decoder_of(keys)
+    eps = keys.take("rms_norm_eps", default=1e-5)
     bias = keys.take("attention_bias", default=False)
     return {
         "model": model

@@ -62,9 +62,9 @@ DECODER: Final[Sequence[Rule]] = (
 def origins_of(name: str, rules: Sequence[Rule]) -> Iterator[Origin]:
     """Yield the places that may hold our parameter or state ``name``, the usual one first."""
     for pattern, origin in rules:
-        found = re.fullmatch(pattern, name)
-        if found:
-            yield origin(*found.groups())
+        match = re.fullmatch(pattern, name)
+        if match:
+            yield origin(*match.groups())
 
 
 def origin_of(name: str, rules: Sequence[Rule]) -> Origin:

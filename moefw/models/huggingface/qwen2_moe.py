@@ -9,10 +9,12 @@ from moefw.models.huggingface.qwen3_moe import every_step, softmax_routing
 
 def sections(keys: Keys) -> Sections:
     """Return what a configuration says in a spec."""
-    model, eps = decoder_of(keys), keys.take("rms_norm_eps", default=1e-6)
+    model = decoder_of(keys)
+    eps = keys.take("rms_norm_eps", default=1e-6)
     layers = range(model["num_layers"] or 0)
     windowed = keys.take("use_sliding_window", default=False)
-    window, below = keys.take("sliding_window", default=4096), keys.take("max_window_layers", default=28)
+    window = keys.take("sliding_window", default=4096)
+    below = keys.take("max_window_layers", default=28)
     alternating = ["sliding_attention" if not n % 2 and n < below and windowed else "full_attention" for n in layers]
     return {
         "model": model

@@ -8,7 +8,8 @@ from moefw.models.huggingface.origins import DECODER, Family
 
 def sections(keys: Keys) -> Sections:
     """Return what a configuration says in a spec."""
-    model, eps = decoder_of(keys), keys.take("rms_norm_eps", default=1e-6)
+    model = decoder_of(keys)
+    eps = keys.take("rms_norm_eps", default=1e-6)
     bias = keys.take("attention_bias", default=False)
     window = keys.take("sliding_window", default=4096)
     keys.take("max_window_layers", default=None)
@@ -36,7 +37,8 @@ def sections(keys: Keys) -> Sections:
 
 def every_step(keys: Keys, num_layers: int | None) -> list[int]:
     """Return the dense layers: those listed, and all but every ``decoder_sparse_step``-th."""
-    listed, step = keys.take("mlp_only_layers", default=[]), keys.take("decoder_sparse_step", default=1)
+    listed = keys.take("mlp_only_layers", default=[])
+    step = keys.take("decoder_sparse_step", default=1)
     return [layer for layer in range(num_layers or 0) if layer in listed or (layer + 1) % step]
 
 

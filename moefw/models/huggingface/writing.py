@@ -35,11 +35,13 @@ class Written:
     @classmethod
     def opened(cls, folder: Path) -> Written:
         """Open the files of :func:`lay_out`. Ranks that write different tensors may open the same files."""
-        tensors, maps = dict[str, Tensor](), []
+        tensors: dict[str, Tensor] = {}
+        maps = []
         for path in sorted(folder.glob("*.safetensors")):
             mapped: Mapped = np.memmap(path, mode="r+", dtype=np.uint8)
             length = int.from_bytes(mapped[:8].tobytes(), "little")
-            header, values = json.loads(mapped[8 : 8 + length].tobytes()), torch.from_numpy(mapped[8 + length :])
+            header = json.loads(mapped[8 : 8 + length].tobytes())
+            values = torch.from_numpy(mapped[8 + length :])
             for name, entry in header.items():
                 if name != "__metadata__":
                     begin, end = entry["data_offsets"]
@@ -67,7 +69,8 @@ def lay_out(folder: Path, tensors: Mapping[str, Description], *, most: int = SHA
 
 
 def _shards(tensors: Mapping[str, Description], most: int) -> list[list[str]]:
-    shards, held = [list[str]()], 0
+    shards = [list[str]()]
+    held = 0
     for name in sorted(tensors):
         size = _size(tensors[name])
         if shards[-1] and held + size > most:
@@ -85,9 +88,11 @@ def _size(described: Description) -> int:
 
 def create(path: Path, tensors: Mapping[str, Description]) -> None:
     """Write a file's header, and reserve room for the values. Those of wider dtypes come first: all are aligned."""
-    entries, end = dict[str, object](), 0
+    entries: dict[str, object] = {}
+    end = 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
-        begin, end = end, end + _size((dtype, shape))
+        begin = end
+        end = end + _size((dtype, shape))
         entries[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [begin, end]}
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)

@@ -15,7 +15,8 @@ def dense_layers(model: Tree) -> list[int]:
 
 
 def _decoder(model: Tree, attention: Tree) -> dict[str, Any]:
-    rope, trained = attention["rope"], attention["rope"]["trained_positions"] or 4096
+    rope = attention["rope"]
+    trained = attention["rope"]["trained_positions"] or 4096
     names = {"kind": "rope_type", "theta": "rope_theta", "trained_positions": "original_max_position_embeddings"}
     said = {names.get(name, name): value for name, value in rope.items() if value is not None and name != "pairs"}
     return {
@@ -106,7 +107,8 @@ def _gpt_oss(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
 
 
 def _deepseek(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
-    groups, width = routing["groups"] or {"count": 1, "keep": 1}, model["expert_dim"]
+    groups = routing["groups"] or {"count": 1, "keep": 1}
+    width = model["expert_dim"]
     return {
         **_decoder(model, attention),
         "num_key_value_heads": attention["num_heads"],

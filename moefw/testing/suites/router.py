@@ -289,16 +289,16 @@ class RouterSuite(Suite):
         fix = "Gather what it looks at over the ranks of cp and tp (moefw/runtime/parallel/shared_tokens.py)."
         for masked in (0, 1):
             tokens = Tokens(sequences=2, positions=20, masked=masked, seed=3)
-            ((wanted, whole),) = self.pool.run(shared_out, 1, alone, tokens)
+            ((of_one_rank, whole),) = self.pool.run(shared_out, 1, alone, tokens)
             ranks = self.pool.run(shared_out, 4, shared, tokens)
-            pairs = [(name, value, ranks[0][0][name]) for name, value in wanted.items()]
+            pairs = [(name, value, ranks[0][0][name]) for name, value in of_one_rank.items()]
             for kind in ("stats", "aux_losses"):
                 total = summed([routing for _, routing in ranks], kind)
                 pairs += [(f"{kind}[{name!r}]", value, total[name]) for name, value in getattr(whole, kind).items()]
             differ = [
-                what
-                for what, one, other in pairs
-                if not torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-5)
+                name
+                for name, expected, actual in pairs
+                if not torch.allclose(expected.double(), actual.double(), rtol=1e-4, atol=1e-5)
             ]
             assert not differ, f"{says} how ranks share a micro-batch changes {', '.join(differ)}. {fix}"
 

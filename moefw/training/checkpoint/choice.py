@@ -34,9 +34,9 @@ def choose(run_dir: Path, which: Which) -> Chosen | None:
 
     Raises CheckpointError if there is none. Only ``last-good`` checks its tensors here; loading always does.
     """
-    found = candidates(run_dir, which)
+    to_try = candidates(run_dir, which)
     passed: list[str] = []
-    for step, folder in found:
+    for step, folder in to_try:
         if which != "last-good":
             with way_out(folder):
                 return Chosen(step=step, folder=folder, digest=read_manifest(folder).digest)
@@ -98,7 +98,8 @@ def choose_together(run_dir: Path, which: Which | None, data: DataSource, group:
     ``which`` None: this rank was not asked to resume. Raises the first rank's CheckpointError on all ranks, and
     PlanError with the differences if ranks were asked for different checkpoints, or see different checkpoints or data.
     """
-    chosen, error = None, None
+    chosen = None
+    error = None
     try:
         chosen = None if which is None else choose(run_dir, which)
     except CheckpointError as found:

@@ -109,7 +109,8 @@ def _manifest(step: int, origin: Origin, shards: Sequence[object]) -> bytes:
 
 def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[Any]:
     """Call ``write`` on each rank and return all results. Raises NotWrittenError on all ranks if one fails."""
-    answer, reason = None, None
+    answer = None
+    reason = None
     try:
         answer = write()
     except (OSError, SafetensorError, ValueError) as error:
@@ -131,8 +132,8 @@ def require_finite(
     run_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout
 ) -> None:
     """Raise RunError on every rank if one of them would save a non-finite value. Collective."""
-    found = everywhere(_first_bad(model, optimizer), layout.host_group())
-    bad = [(rank, name) for rank, name in enumerate(found) if name is not None]
+    first_bad = everywhere(_first_bad(model, optimizer), layout.host_group())
+    bad = [(rank, name) for rank, name in enumerate(first_bad) if name is not None]
     if bad:
         rank, name = bad[0]
         others = f" (and on ranks {[rank for rank, _ in bad[1:]]})" if len(bad) > 1 else ""

@@ -108,7 +108,8 @@ def _check_tensors(path: Path, file: Any, shard: SavedShard) -> None:
         raise Damage(f"{path} and the manifest name other tensors: {differing[0]!r} is in one of them.")
     for name, saved in shard.tensors.items():
         slice_ = file.get_slice(name)
-        dtype, shape = slice_.get_dtype(), tuple(slice_.get_shape())
+        dtype = slice_.get_dtype()
+        shape = tuple(slice_.get_shape())
         if (dtype, shape) != (saved.dtype, saved.shape):
             what = f"{words(name)} is {dtype} {shape}, and {saved.dtype} {saved.shape} in the manifest."
             raise Damage(f"{path}: {what}")
@@ -133,9 +134,11 @@ def _difference(path: Path, digest: str, shard: SavedShard, manifest: Manifest) 
 
 def _crc32(file: BinaryIO, begin: int, end: int) -> int:
     file.seek(begin)
-    crc, left = 0, end - begin
+    crc = 0
+    left = end - begin
     while left > 0 and (data := file.read(min(left, _CHUNK))):
-        crc, left = zlib.crc32(data, crc), left - len(data)
+        crc = zlib.crc32(data, crc)
+        left = left - len(data)
     return crc
 
 

@@ -23,7 +23,8 @@ class EncodingError(Exception):
 
     def __init__(self, reason: str, text: int = 0) -> None:
         super().__init__(reason)
-        self.reason, self.text = reason, text
+        self.reason = reason
+        self.text = text
 
 
 @final
@@ -73,7 +74,8 @@ class EncodingProcess:
         command = python(encoding_child.__file__)
         # A file: a pipe that nobody reads would fill up. It is closed in close().
         self._errors = tempfile.TemporaryFile(dir=temporary_folder())  # noqa: SIM115
-        pipe, environment = subprocess.PIPE, {**os.environ, "RUST_BACKTRACE": "0"}
+        pipe = subprocess.PIPE
+        environment = {**os.environ, "RUST_BACKTRACE": "0"}
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment)
         try:
             self._ask([self._content])
@@ -88,7 +90,8 @@ class EncodingProcess:
         self._errors.close()
 
     def _ask(self, parts: Sequence[bytes], *, decode: bool = False) -> list[bytes]:
-        requests, answers = self._process.stdin, self._process.stdout
+        requests = self._process.stdin
+        answers = self._process.stdout
         assert requests is not None
         assert answers is not None
         try:
@@ -98,10 +101,10 @@ class EncodingProcess:
             answer = None
         if answer is None:
             raise EncodingError(self._why_it_ended())
-        head, found = answer
+        head, parts_of_answer = answer
         if "error" in head:
             raise EncodingError(head["error"])
-        return found
+        return parts_of_answer
 
     def _why_it_ended(self) -> str:
         code = self._process.wait()

@@ -19,9 +19,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-LOAD_CPU_S, LOAD_BYTES, LOAD_BYTES_PER_BYTE = 60, 1 << 30, 32
+LOAD_CPU_S = 60
+LOAD_BYTES = 1 << 30
+LOAD_BYTES_PER_BYTE = 32
 """Limits of loading. A ``tokenizer.json`` of 256 MiB takes a quarter of them."""
-ENCODE_CPU_S_PER_MIB, ENCODE_BYTES_PER_BYTE = 60, 512
+ENCODE_CPU_S_PER_MIB = 60
+ENCODE_BYTES_PER_BYTE = 512
 """Limits of encoding: a hundred times the time of BPE, and five times its memory. Also of decoding, by bytes of ids."""
 SAMPLE = "".join(map(chr, range(32, 127))) + "\n\tThe quick brown fox: Grüße, 你好 🙂 " + "a" * 100
 
@@ -47,7 +50,8 @@ def receive(file: IO[bytes]) -> tuple[dict[str, Any], list[bytes]] | None:
 def main() -> None:
     """Answer requests until the other process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process decides
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    requests = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _limit(resource.RLIMIT_CORE, 0)
     request = receive(requests)
@@ -94,7 +98,7 @@ def _load(content: bytes) -> Any:
 
 
 def _encode(tokenizer: Any, texts: Sequence[str]) -> list[array[int]]:
-    return [array("I", found.ids) for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    return [array("I", encoding.ids) for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _decode(tokenizer: Any, ids: bytes) -> bytes:

@@ -19,10 +19,14 @@ from moefw.training.data.corpus import CACHE_TAG
 from moefw.training.data.hashed import CHUNK_BYTES, HASH_BYTES, HashedFile, KnownHashes, chunk_hashes, num_chunks
 from moefw.training.folder import TOKENIZER
 
-TRAIN, HELDOUT, HELDOUT_TEXT = "train.bin", "heldout.bin", "heldout.raw"
+TRAIN = "train.bin"
+HELDOUT = "heldout.bin"
+HELDOUT_TEXT = "heldout.raw"
 SEEN = "seen.bin"
 """The hashes of files elsewhere, which become more when the folder is complete."""
-_META, _HASHES, _OWN_HASH = "meta.json", "hashes.bin", "sha256"
+_META = "meta.json"
+_HASHES = "hashes.bin"
+_OWN_HASH = "sha256"
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by moefw; may be deleted.\n"
 
 

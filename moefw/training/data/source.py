@@ -43,9 +43,11 @@ class PreparedSource(DataSource):
     def __init__(
         self, prepared: Prepared, tokenizer: TextTokenizer, *, train: TokenStream, heldout: TokenStream
     ) -> None:
-        self.train, self.heldout = train, heldout
+        self.train = train
+        self.heldout = heldout
         self.vocab_size = tokenizer.vocab_size
-        self.fingerprint, self.digest = tokenizer.fingerprint, prepared.digest
+        self.fingerprint = tokenizer.fingerprint
+        self.digest = prepared.digest
         self._heldout_text = prepared.open(HELDOUT_TEXT)
         self._tokenizer = tokenizer
 
@@ -78,7 +80,8 @@ class PreparedSource(DataSource):
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write ``tokenizer.json``, unless ids are bytes or it is there already."""
-        path, content = folder / TOKENIZER, self._tokenizer.content
+        path = folder / TOKENIZER
+        content = self._tokenizer.content
         if content is not None and not (path.is_file() and path.read_bytes() == content):
             with replaced_file(path) as scratch:
                 scratch.write_bytes(content)

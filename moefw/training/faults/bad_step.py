@@ -17,7 +17,8 @@ from moefw.training.faults.watched_step import StepWatch
 
 Policy = Literal["stop", "skip", "rerun"]
 
-SKIPPED_STEPS, RERUN_STEPS = "skipped_steps", "rerun_steps"
+SKIPPED_STEPS = "skipped_steps"
+RERUN_STEPS = "rerun_steps"
 """The metrics that are 1 in a step that was skipped, or whose second run counts; other steps do not have them."""
 
 MAX_SKIPPED: Final = 10
@@ -45,7 +46,10 @@ class BadSteps:
     """Decides on bad steps, the same on every rank. ``policy`` is ``train.on_bad_step``."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, policy: Policy) -> None:
-        self._model, self._optimizer, self._layout, self._policy = model, optimizer, layout, policy
+        self._model = model
+        self._optimizer = optimizer
+        self._layout = layout
+        self._policy = policy
         self._skipped: list[int] = []
 
     def judge(self, number: int, bad: Attempt, again: Callable[[], Attempt], *, num_batches: int) -> Verdict:

@@ -14,7 +14,9 @@ from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.naming import by_parameter, state_tensors
 from moefw.runtime.parallel.pieces import local, stored
 
-_FINITE, _NAN, _INF = 1, 2, 3
+_FINITE = 1
+_NAN = 2
+_INF = 3
 """Kinds of values; 0 if this rank does not store the value."""
 
 
@@ -41,7 +43,8 @@ def bad_pieces(held: Tensor, pieces: Sequence[Canonical]) -> Iterator[tuple[str,
     own = local(held)
     if bool(own.isfinite().all()):
         return
-    parameter, kinds = pieces[0].parameter, _kinds(own)
+    parameter = pieces[0].parameter
+    kinds = _kinds(own)
     if held.shape != parameter.shape:
         yield pieces[0].name, _counted(kinds)
         return
@@ -49,8 +52,10 @@ def bad_pieces(held: Tensor, pieces: Sequence[Canonical]) -> Iterator[tuple[str,
         everything = torch.zeros(parameter.shape, dtype=kinds.dtype, device=kinds.device)
         stored(parameter, everything).copy_(kinds)
         kinds = everything
-    found = ((piece.name, _counted(piece.of(kinds))) for piece in pieces)
-    yield from ((name, values) for name, values in found if values)
+    for piece in pieces:
+        values = _counted(piece.of(kinds))
+        if values:
+            yield piece.name, values
 
 
 @torch.no_grad()
@@ -73,9 +78,9 @@ def _bad_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> It
                 yield BadTensor((2, number), f"the optimizer's {key} of {name} holds {values}")
 
 
-def first_of_all(found: BadTensor | None, layout: Layout) -> str:
+def first_of_all(bad: BadTensor | None, layout: Layout) -> str:
     """Return the first bad tensor over all ranks, ``rank 1: ... holds ...``; empty if there is none. Collective."""
-    own = None if found is None else [found.order, found.what]
+    own = None if bad is None else [bad.order, bad.what]
     answers = enumerate(everywhere(own, layout.host_group()))
     told = [(answer[0], rank, answer[1]) for rank, answer in answers if answer is not None]
     if not told:

@@ -82,18 +82,18 @@ def left_silently(gone: Seen) -> Problem:
     return Problem(f"{gone.name} left without a word, {gone.place}.", RESUME)
 
 
-def accusation(found: Seen, ranks: Sequence[Seen], timeout_s: float) -> Problem:
+def accusation(hanging: Seen, ranks: Sequence[Seen], timeout_s: float) -> Problem:
     """Return the problem of a rank that hangs: which rank, where, for how long, and the collectives of the others."""
-    limit = found.limit_s(timeout_s)
-    what = f"{found.name} has made no progress for {found.still_s:.1f} s (run.timeout_s allows {limit:g}): "
-    what += found.place
-    if found.state:
-        what += f"; {found.state}"
-    elif found.waits:
-        what += f", waiting in {found.record.waits_in}, as every rank waits"
+    limit = hanging.limit_s(timeout_s)
+    what = f"{hanging.name} has made no progress for {hanging.still_s:.1f} s (run.timeout_s allows {limit:g}): "
+    what += hanging.place
+    if hanging.state:
+        what += f"; {hanging.state}"
+    elif hanging.waits:
+        what += f", waiting in {hanging.record.waits_in}, as every rank waits"
     others = defaultdict[str, list[int]](list)
     for seen in ranks:
-        if seen.rank != found.rank and seen.waits:
+        if seen.rank != hanging.rank and seen.waits:
             others[seen.record.waits_in].append(seen.rank)
     what += "".join(f"; {_they_wait(waiting)} in {where}" for where, waiting in others.items())
     return Problem(f"{what}.", f"{RESUME} Where work takes longer, use a larger run.timeout_s.")

@@ -92,14 +92,15 @@ class Wanted:
         here = dict.fromkeys(file.keys())
         for name in here.keys() - self.tensors.keys():
             yield Problem(f"{path} holds {name}, and the model has no such layer with experts.", AGAIN)
-        for name, wanted in self.tensors.items():
+        for name, (dtype, shape) in self.tensors.items():
             if name not in here:
                 yield Problem(f"{path} lacks {name}.", AGAIN)
                 continue
             lazy = file.get_slice(name)
-            found = lazy.get_dtype(), [*lazy.get_shape()]
-            if found != wanted:
-                yield Problem(f"{path}: {name} is {found[0]} {found[1]}, not {wanted[0]} {wanted[1]}.", AGAIN)
+            dtype_there = lazy.get_dtype()
+            shape_there = [*lazy.get_shape()]
+            if (dtype_there, shape_there) != (dtype, shape):
+                yield Problem(f"{path}: {name} is {dtype_there} {shape_there}, not {dtype} {shape}.", AGAIN)
 
     def check(self, ids_BSK: Tensor, where: str, first: int) -> Iterator[Problem]:
         """Yield what is wrong with expert ids of sequences from ``first`` on: out of range, or the same one twice."""

@@ -42,14 +42,14 @@ class Routes:
         replay = None
         if train.replay_routes is not None:
             stamp("checking routes", slow=True)
-            wanted = Wanted(
+            expected = Wanted(
                 layers=tuple(assembly.layers),
                 num_experts=dims.num_experts,
                 top_k=dims.top_k,
                 sequences=train.tokens_per_step // train.seq_len,
                 seq_len=train.seq_len,
             )
-            replay = Replay(Path(train.replay_routes), wanted, layout)
+            replay = Replay(Path(train.replay_routes), expected, layout)
             replay.check(range(start + 1, train.steps + 1))
         if train.record_routes and layout.rank == 0:
             drop_after(folder, start)

@@ -28,7 +28,7 @@ class Replay:
     """The routes in a folder, for a run on this rank. Each rank reads those of its own sequences."""
 
     folder: Path
-    wanted: Wanted
+    expected: Wanted
     layout: Layout
 
     def check(self, steps: range) -> None:
@@ -38,14 +38,14 @@ class Replay:
 
     def _problems(self, steps: range) -> Iterator[Problem]:
         """Yield what is wrong with the files of the first few steps that have a wrong one, and the missing files."""
-        missing = list[int]()
+        missing: list[int] = []
         wrong = 0
         for step in steps:
             if not path_of(self.folder, step).exists():
                 missing.append(step)
                 continue
             try:
-                self.wanted.opened(self.folder, step)
+                self.expected.opened(self.folder, step)
             except DataError as error:
                 wrong += 1
                 if wrong <= _FILES_TOLD:
@@ -63,7 +63,8 @@ class Replay:
 
         Raises DataError on all ranks if an expert id is none, or if other tokens were routed.
         """
-        problem, routed = None, list[Batch]()
+        problem = None
+        routed: list[Batch] = []
         try:
             routed = self._routed(step, batches)
         except MoefwError as error:
@@ -72,16 +73,17 @@ class Replay:
         return routed
 
     def _routed(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
-        file, routed = self.wanted.opened(self.folder, step), list[Batch]()
+        file = self.expected.opened(self.folder, step)
+        routed: list[Batch] = []
         first = self.layout.index("dp") * sum(len(batch.ids_BS) for batch in batches)
         for batch in batches:
             here = slice(first, first + len(batch.ids_BS))
             problems = self._other_tokens(step, file.get_slice(DIGESTS)[here], batch.ids_BS, first)
-            routes = dict[int, Tensor]()
-            for layer in self.wanted.layers:
+            routes: dict[int, Tensor] = {}
+            for layer in self.expected.layers:
                 ids_BSK = file.get_slice(layer_name(layer))[here].long()
                 where = f"{path_of(self.folder, step)}: layer {layer} of step {step}"
-                problems += self.wanted.check(ids_BSK, where, first)
+                problems += self.expected.check(ids_BSK, where, first)
                 routes[layer] = own_tokens(self.layout, ids_BSK).to(batch.ids_BS.device)
             if problems:
                 raise DataError(problems)

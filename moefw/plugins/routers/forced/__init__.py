@@ -31,7 +31,8 @@ class Forced(RouterPlugin):
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Return a problem unless K different experts exist."""
-        k, experts = site.dims.top_k, site.dims.num_experts
+        k = site.dims.top_k
+        experts = site.dims.num_experts
         if 1 <= k <= experts:
             return ()
         fix = f"Use model.top_k between 1 and {experts}."

@@ -26,8 +26,11 @@ class ForcedRouter(nn.Module, Router):
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
-        self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
-        self._known_counts, self._groups = known_counts, groups
+        self._layer = site.layer
+        self._num_experts = dims.num_experts
+        self._top_k = dims.top_k
+        self._known_counts = known_counts
+        self._groups = groups
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Return the routing of the tokens; masked tokens are not routed, and no other token takes their turns."""

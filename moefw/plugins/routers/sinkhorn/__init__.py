@@ -35,7 +35,8 @@ class Sinkhorn(RouterPlugin):
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Return a problem unless K experts exist."""
-        k, experts = site.dims.top_k, site.dims.num_experts
+        k = site.dims.top_k
+        experts = site.dims.num_experts
         if 1 <= k <= experts:
             return ()
         fix = f"Use model.top_k between 1 and {experts}."

@@ -35,8 +35,11 @@ class SinkhornRouter(nn.Module, Router):
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
-        self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
-        self._max_rounds, self._z_coeff = max_rounds, z_loss
+        self._layer = site.layer
+        self._num_experts = dims.num_experts
+        self._top_k = dims.top_k
+        self._max_rounds = max_rounds
+        self._z_coeff = z_loss
         self._dtype = {"fp32": torch.float32, "fp64": torch.float64}[dtype]
         self._groups = groups
 
@@ -90,14 +93,17 @@ def balanced(logits_TE: Tensor, mask_T: Tensor | None, max_rounds: int) -> Tenso
     rows_T = logits_TE.new_full((num_tokens,), 1.0 / max(1, num_tokens))
     if mask_T is not None:
         rows_T = mask_T.to(logits_TE.dtype) / mask_T.sum().clamp_min(1)
-    d0_T, d1_E = rows_T, logits_TE.new_ones(num_experts)
+    d0_T = rows_T
+    d1_E = logits_TE.new_ones(num_experts)
     settled = torch.zeros((), dtype=torch.bool, device=d1_E.device)
     each = BETWEEN_READS if runs_ahead(d1_E.device) else 1
     for number in range(1, max_rounds + 1):
         next_T = rows_T / (cost_TE @ d1_E + NOT_ZERO)
         next_E = 1.0 / (num_experts * (next_T @ cost_TE + NOT_ZERO))
         settles = settled | ((next_E - d1_E).abs().mean() < SETTLED)
-        d0_T, d1_E, settled = d0_T.where(settled, next_T), d1_E.where(settled, next_E), settles
+        d0_T = d0_T.where(settled, next_T)
+        d1_E = d1_E.where(settled, next_E)
+        settled = settles
         if number % each == 0 and on_host(settled)[0]:
             break
     return d1_E * cost_TE * d0_T.unsqueeze(-1)

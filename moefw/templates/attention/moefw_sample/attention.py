@@ -23,8 +23,11 @@ class SampleAttention(nn.Module, moefw.CachedAttention):
 
     def __init__(self, context: moefw.BuildContext, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.width, self.tp, self.rope = head_dim, TensorParallel(context.layout), Rope()
-        dim, recipe = context.site.dims.model_dim, context.recipe("attention")
+        self.width = head_dim
+        self.tp = TensorParallel(context.layout)
+        self.rope = Rope()
+        dim = context.site.dims.model_dim
+        recipe = context.recipe("attention")
         into_q, into_k, into_v, out_of = (recipe.at(f"{name}_proj", groups=1) for name in "qkvo")
         self.q_proj = Linear(dim, num_heads * head_dim, into_q, shard=self.tp.shard(0))
         self.k_proj = Linear(dim, head_dim, into_k)
@@ -46,10 +49,12 @@ class SampleAttention(nn.Module, moefw.CachedAttention):
         return self._attended(x_tD, tables, batch, past)
 
     def _attended(self, x_tD: Tensor, tables: Table, batch: moefw.Batch, past: Any) -> tuple[Tensor, Any]:
-        x_TD, rows = self.tp.gather(x_tD), batch.rows
+        x_TD = self.tp.gather(x_tD)
+        rows = batch.rows
         projected = (project(x_TD, rows) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (in_heads(each, batch, self.width) for each in projected)
-        q, k = rotate(q, tables, self.rope), rotate(k, tables, self.rope)
+        q = rotate(q, tables, self.rope)
+        k = rotate(k, tables, self.rope)
         kept = behind(past, (k.transpose(1, 2), v.transpose(1, 2)))
         out_tD: Tensor = self.o_proj(self._core(q.transpose(1, 2), *kept, Mask.of(batch)), rows)
         return out_tD, kept

@@ -33,7 +33,8 @@ class SampleDispatcher(moefw.Dispatcher):
     """Keeps no state between calls: the plan and the handle hold the data of a movement."""
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
-        self.experts, self.row_alignment = experts, row_alignment
+        self.experts = experts
+        self.row_alignment = row_alignment
 
     def plan(
         self, routing: moefw.Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False

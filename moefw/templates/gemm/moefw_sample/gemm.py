@@ -21,8 +21,11 @@ class SampleExperts(nn.Module, moefw.ExpertGemm):
 
     def __init__(self, context: moefw.BuildContext) -> None:
         super().__init__()
-        dims, self.numbers = context.site.dims, context.local_experts
-        e, d, f = len(self.numbers), dims.model_dim, dims.expert_dim // context.layout.size("etp")
+        dims = context.site.dims
+        self.numbers = context.local_experts
+        e = len(self.numbers)
+        d = dims.model_dim
+        f = dims.expert_dim // context.layout.size("etp")
         self.gate = nn.Parameter(torch.empty(e, f, d))
         self.up = nn.Parameter(torch.empty(e, f, d))
         self.down = nn.Parameter(torch.empty(e, d, f))

@@ -29,7 +29,8 @@ class Sample(moefw.RouterPlugin):
 
     def check(self, site: moefw.Site) -> Sequence[moefw.Problem]:
         """Return a problem if there are fewer than K experts."""
-        k, experts = site.dims.top_k, site.dims.num_experts
+        k = site.dims.top_k
+        experts = site.dims.num_experts
         if k <= experts:
             return ()
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", "Use a smaller model.top_k.")]

@@ -19,7 +19,9 @@ class SampleRouter(nn.Module, moefw.Router):
         super().__init__()
         dims = site.dims
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.model_dim))
-        self._layer, self._num_experts, self._top_k = site.layer, dims.num_experts, dims.top_k
+        self._layer = site.layer
+        self._num_experts = dims.num_experts
+        self._top_k = dims.top_k
         self._temperature = temperature
 
     def forward(self, x_TD: Tensor, batch: moefw.Batch) -> moefw.Routing:
