@@ -139,14 +139,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, imported at first use."""
+    """Public name, imported at first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'moefw' has no attribute {name!r}")
     return getattr(importlib.import_module(f"moefw.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module, also those that are not imported yet."""
+    """Names of the module, also those that are not imported yet."""
     return sorted({*globals(), *__all__})
 
 

@@ -42,7 +42,7 @@ class _Lazy(click.Group):
     """Command group that imports a command when it is called. The summaries are in ``COMMANDS``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the commands in the order in which a user needs them."""
+        """Commands in the order in which a user needs them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

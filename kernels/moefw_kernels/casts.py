@@ -14,12 +14,12 @@ import triton.language as tl
 
 
 def is_compiled() -> bool:
-    """Return whether kernels are compiled, not interpreted: the argument ``COMPILED`` of kernels."""
+    """Whether kernels are compiled, not interpreted: the argument ``COMPILED`` of kernels."""
     return not triton.knobs.runtime.interpret
 
 
 def casts_fp8(device: torch.device) -> bool:
-    """Return whether kernels are compiled for a GPU that casts fp32 to E4M3 and E5M2: compute capability 8.9."""
+    """Whether kernels are compiled for a GPU that casts fp32 to E4M3 and E5M2: compute capability 8.9."""
     return is_compiled() and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

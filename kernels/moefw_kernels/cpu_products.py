@@ -18,12 +18,12 @@ ROWS: Final = 32
 
 
 def compiles_by_shape(tensor: Tensor) -> bool:
-    """Return whether a product of this tensor compiles a kernel for each shape: 16 bits, on a CPU."""
+    """Whether a product of this tensor compiles a kernel for each shape: 16 bits, on a CPU."""
     return tensor.dtype in (torch.bfloat16, torch.float16) and not runs_ahead(tensor.device)
 
 
 def grouped_mm(x_RI: Tensor, w_eIO: Tensor, ends_e: Tensor) -> Tensor:
-    """Return the product of each group of rows with its matrix, ``(R, O)``. Rows past the last end are undefined.
+    """Product of each group of rows with its matrix, ``(R, O)``. Rows past the last end are undefined.
 
     ``x_RI`` and ``w_eIO`` of one dtype of 16 bits, on a CPU; ``ends_e`` int32, where each group ends. A product also
     covers rows behind its group, which the next group's product overwrites.
@@ -53,7 +53,7 @@ def _multiply(x_RI: Tensor, w_IO: Tensor, out_RO: Tensor, begin: int, end: int) 
 
 
 def whole_blocks(rows_RI: Tensor) -> Tensor:
-    """Return the rows, followed by zeros up to a multiple of ``ROWS`` if their product is compiled by its shape."""
+    """Rows, followed by zeros up to a multiple of ``ROWS`` if their product is compiled by its shape."""
     if not compiles_by_shape(rows_RI):
         return rows_RI
     missing = _rounded(len(rows_RI)) - len(rows_RI)
@@ -63,5 +63,5 @@ def whole_blocks(rows_RI: Tensor) -> Tensor:
 
 
 def _rounded(rows: int) -> int:
-    """Return the number of rows, rounded up to a multiple of ``ROWS``."""
+    """Number of rows, rounded up to a multiple of ``ROWS``."""
     return -(-rows // ROWS) * ROWS

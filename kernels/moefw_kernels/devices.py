@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return whether the device is a CUDA GPU, with streams, a compute capability and an allocator of its own."""
+    """Whether the device is a CUDA GPU, with streams, a compute capability and an allocator of its own."""
     return device.type == "cuda"
 
 
 def takes_kernels(tensor: Tensor) -> bool:
-    """Return whether kernels in Triton, and the fused ones of PyTorch, run on the tensor."""
+    """Whether kernels in Triton, and the fused ones of PyTorch, run on the tensor."""
     return tensor.is_cuda
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Return whether the host runs ahead of the device, so that it waits where it reads or uploads a value."""
+    """Whether the host runs ahead of the device, so that it waits where it reads or uploads a value."""
     return device.type != "cpu"
 
 
@@ -48,11 +48,11 @@ class HostCopy:
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return the values of a tensor of the CPU, or of the device, on the device. The host does not wait."""
+    """Values of a tensor of the CPU, or of the device, on the device. The host does not wait."""
     return values if values.device == device else values.pin_memory().to(device, non_blocking=True)
 
 
 def on_host(*tensors: Tensor) -> list[Any]:
-    """Return the values of tensors of one dtype as nested lists. The host waits at most once."""
+    """Values of tensors of one dtype as nested lists. The host waits at most once."""
     copies = HostCopy(tensors).read() if runs_ahead(tensors[0].device) else tensors
     return [copy.tolist() for copy in copies]

@@ -55,7 +55,7 @@ def matrix(as_json: bool, markdown: bool, everybody: bool) -> None:
 
 
 def data(matrix: Matrix) -> dict[str, object]:
-    """Return a matrix as plain data."""
+    """Matrix as plain data."""
     return {
         "pairs": matrix.pairs,
         "refused": len(matrix.refusals),

@@ -141,7 +141,7 @@ class Names:
 
     @classmethod
     def of(cls, name: str, kind: str) -> Names:
-        """Return the names of a part, normalised as package indexes do. Raises SpecError.
+        """Names of a part, normalised as package indexes do. Raises SpecError.
 
         The class of ``hash-router`` is ``Hash``, which builds a ``HashRouter``.
         """
@@ -184,7 +184,7 @@ def _place_problems(names: Names, into: Path) -> Iterator[Problem]:
 
 
 def _sources(kind: str) -> dict[Path, Path]:
-    """Return the templates of a kind by their place in the package."""
+    """Templates of a kind by their place in the package."""
     folders = (TEMPLATES / "package", TEMPLATES / kind)
     return {
         path.relative_to(folder): path

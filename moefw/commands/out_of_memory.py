@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 
 def memory_note(assembly: Assembly) -> str:
-    """Return the largest categories of a rank's plan, its peak, and the memory of this machine."""
+    """Largest categories of a rank's plan, its peak, and the memory of this machine."""
     plan = _planned(assembly)
     if plan is None or plan.peak_bytes is None:
         return f"This machine has {_told(usable_bytes())} of memory."
@@ -42,7 +42,7 @@ def memory_note(assembly: Assembly) -> str:
 
 
 def _planned(assembly: Assembly) -> Ledger | None:
-    """Return the plan of the run's own spec, made by another process: this one may be a rank, or have no torch."""
+    """Plan of the run's own spec, made by another process: this one may be a rank, or have no torch."""
     spec = Path(assembly.spec.run.dir) / "spec.yaml"
     world = str(assembly.layout.world)
     command = python("-m", "moefw", "plan", str(spec), "--world", world, "--json")

@@ -73,12 +73,12 @@ def show(plan: Ledger) -> None:
 
 
 def unit_for(peak_bytes: int) -> tuple[int, str]:
-    """Return the unit for memory with this peak, in bytes and by name."""
+    """Unit for memory with this peak, in bytes and by name."""
     return (GIB, "GiB") if peak_bytes >= GIB else (MIB, "MiB")
 
 
 def sheets(plan: Ledger) -> list[Sheet]:
-    """Return the tables of a ledger: memory by category, at the peak and by region, work by pass, bytes by group."""
+    """Tables of a ledger: memory by category, at the peak and by region, work by pass, bytes by group."""
     held = plan.held
     peak = plan.peak
     totals = plan.totals

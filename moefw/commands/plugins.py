@@ -57,7 +57,7 @@ def plugins(as_json: bool, facts: bool) -> None:
 
 
 def describe(part: RegisteredPlugin, site: Site) -> dict[str, Any]:
-    """Return the description of a plugin as plain data.
+    """Description of a plugin as plain data.
 
     ``usable`` is None if it depends on the options; ``options`` holds the defaults, None for those in ``required``.
     """
@@ -115,7 +115,7 @@ def _guesses(kind: Any) -> tuple[Any, ...]:
 
 
 def _lack(part: Plugin, site: Site) -> str:
-    """Return the needs of a plugin that the machine does not meet; empty if there are none."""
+    """Needs of a plugin that the machine does not meet; empty if there are none."""
     machine = site.machine
     lacks = []
     for need in part.needs(site):

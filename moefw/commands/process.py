@@ -13,12 +13,12 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def rank() -> str:
-    """Return the rank that torchrun, or else Slurm, gave this process; "0" without both."""
+    """Rank that torchrun, or else Slurm, gave this process; "0" without both."""
     return os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
 
 
 def local_rank() -> str:
-    """Return the rank on this machine that torchrun, or else Slurm, gave this process; "0" without both."""
+    """Rank on this machine that torchrun, or else Slurm, gave this process; "0" without both."""
     return os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")
 
 

@@ -46,7 +46,7 @@ def schema() -> None:
 
 
 def spec_schema(parts: Sequence[RegisteredPlugin], defaults: Tree, *, warn: Callable[[str], None]) -> Schema:
-    """Return the schema (draft 2020-12) of a spec over ``parts``, where ``defaults`` fill what a spec leaves out.
+    """Schema (draft 2020-12) of a spec over ``parts``, where ``defaults`` fill what a spec leaves out.
 
     A plugin whose options cannot be described is left out and reported to ``warn``.
     """
@@ -62,7 +62,7 @@ class _Writer:
     """Whether options of a plugin are described: those that name plugins name none that name plugins in turn."""
 
     def of_class(self, cls: type[Any], defaults: Mapping[str, Any]) -> Schema:
-        """Return the schema of a mapping that ``structure`` reads as ``cls``; ``defaults``: of its fields."""
+        """Schema of a mapping that ``structure`` reads as ``cls``; ``defaults``: of its fields."""
         fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
         required = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in defaults]
         return {
@@ -74,7 +74,7 @@ class _Writer:
         }
 
     def of_field(self, field: attrs.Attribute[Any], defaults: Mapping[str, Any]) -> Schema:
-        """Return the schema of a field: a choice among plugins, a section with its own defaults, or an option."""
+        """Schema of a field: a choice among plugins, a section with its own defaults, or an option."""
         default = defaults.get(field.name)
         hook = field.metadata.get("hook")
         if hook and get_origin(field.type) is tuple:
@@ -87,7 +87,7 @@ class _Writer:
         return self.of_type(field.type) | _bounds(field.validator) | _default(field, defaults)
 
     def of_choice(self, hook: str, default: Mapping[str, Any] | None) -> Schema:
-        """Return the schema of one of the plugins of ``hook``; ``default``: the choice of a spec that leaves it out."""
+        """Schema of one of the plugins of ``hook``; ``default``: the choice of a spec that leaves it out."""
         branches = []
         for part in self.parts:
             if part.hook == hook and not (self.inside and _names_plugins(part.declaration)):
@@ -102,7 +102,7 @@ class _Writer:
         return {"description": _summary(family), "oneOf": branches or [False]}
 
     def of_part(self, part: RegisteredPlugin, default: Mapping[str, Any]) -> Schema:
-        """Return the schema of one plugin: ``use``, ``preset`` and its options. A preset may set required options."""
+        """Schema of one plugin: ``use``, ``preset`` and its options. A preset may set required options."""
         is_default = default.get("use") == part.name
         body = evolve(self, inside=True).of_class(part.declaration, default if is_default else {})
         presets = sorted(part.declaration.presets())
@@ -118,7 +118,7 @@ class _Writer:
         return body | {"type": "object", "properties": chosen | body["properties"]}
 
     def of_type(self, kind: Any) -> Schema:
-        """Return the schema of values of type ``kind``; empty, which allows anything, for unknown types."""
+        """Schema of values of type ``kind``; empty, which allows anything, for unknown types."""
         origin = get_origin(kind)
         args = get_args(kind)
         if kind in SCALARS:
@@ -139,7 +139,7 @@ class _Writer:
         return {}
 
     def of_union(self, kinds: Sequence[Any]) -> Schema:
-        """Return scalars as one list of type names, which editors show best; other types as alternatives."""
+        """Scalars as one list of type names, which editors show best; other types as alternatives."""
         if all(kind in SCALARS for kind in kinds):
             return {"type": [SCALARS[kind] for kind in kinds]}
         return {"anyOf": [self.of_type(kind) for kind in kinds]}
@@ -154,7 +154,7 @@ def _summary(cls: type[Any]) -> str:
 
 
 def _bounds(validator: Any) -> Schema:
-    """Return bounds as keywords. Each applies to values of its own type only, so null and other types stay valid."""
+    """Bounds as keywords. Each applies to values of its own type only, so null and other types stay valid."""
     if isinstance(validator, _Number):
         return {BOUNDS[validator.compare_op]: validator.bound}
     if isinstance(validator, _Length):

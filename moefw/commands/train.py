@@ -78,7 +78,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
 
 
 def _requests(assembly: Assembly, *, resume: bool) -> StopRequests:
-    """Return the signal handlers of this process. Before its first save, only a resumed run has a checkpoint."""
+    """Signal handlers of this process. Before its first save, only a resumed run has a checkpoint."""
     run_dir = Path(assembly.spec.run.dir)
     return StopRequests(
         resumable=lambda: resume and bool(checkpoint_dirs(run_dir)),

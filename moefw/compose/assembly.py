@@ -92,7 +92,7 @@ class Assembly:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the spec should know: policies that are not exact, routing that depends on packs."""
+        """Notes for a reader of the spec: policies that are not exact, routing that depends on packs."""
         errors = {policy.name: policy.offers(self.site).get("rtol") for policy in self.parts.memory}
         says = "is not exact: it changes each gradient of a layer by at most"
         notes = [f"{name} {says} {rtol:g} of its largest value" for name, rtol in errors.items() if rtol]
@@ -109,7 +109,7 @@ class Assembly:
                 yield f"{what}, and {why}. Options that look at a token or a sequence do not depend on them"
 
     def resolved(self) -> dict[str, Any]:
-        """Return the spec with every option spelled out, as plain data that can be loaded again."""
+        """Spec with every option spelled out, as plain data that can be loaded again."""
         data: dict[str, Any] = plain(self.spec)
         for section in SECTIONS:
             data[section] = _spelled(getattr(self.parts, section))
@@ -119,7 +119,7 @@ class Assembly:
         return data
 
     def versions(self) -> list[list[str]]:
-        """Return ``[hook, name, distribution, version]`` of each part that the spec names."""
+        """``[hook, name, distribution, version]`` of each part that the spec names."""
         parts = (getattr(self.parts, field.name) for field in fields(ChosenPlugins) if field.name != "memory")
         named: set[type] = set()
         for part in (*parts, *self.parts.memory):
@@ -129,7 +129,7 @@ class Assembly:
         return [[part.hook, part.name, part.distribution, part.version] for part in loaded]
 
     def digest(self) -> str:
-        """Return a hash of the resolved spec, the world and each part's version: equal on all ranks of a run."""
+        """Hash of the resolved spec, the world and each part's version: equal on all ranks of a run."""
         identity = [self.resolved(), self.layout.world, self.versions()]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 

@@ -41,7 +41,7 @@ class Shared:
         self._held: dict[Any, Any] = {}
 
     def get(self, key: Any, factory: Callable[[], T]) -> T:
-        """Return the object under ``key``, made by ``factory`` the first time."""
+        """Object under ``key``, made by ``factory`` the first time."""
         if key not in self._held:
             self._held[key] = factory()
         held: T = self._held[key]
@@ -64,10 +64,10 @@ class Watch(Protocol):
     """Follows the regions of a model that is built under it."""
 
     def inside(self, region: str, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of a region, watched."""
+        """Function of a region, watched."""
 
     def around(self, region: str, layer: int, treated: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of a region under its memory policy, watched."""
+        """Function of a region under its memory policy, watched."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -95,12 +95,12 @@ class LayerContext(BuildContext):
         return range(first, first + each)
 
     def expert_shard(self, dim: int) -> Shard | None:
-        """Return the part of each expert that this rank holds if experts are split along ``dim``; None: all of it."""
+        """Part of each expert that this rank holds if experts are split along ``dim``; None: all of it."""
         count = self.layout.size("etp")
         return Shard(dim, self.layout.index("etp"), count, "etp") if count > 1 else None
 
     def expert_group(self) -> ExpertGroup:
-        """Return the ranks that split the experts."""
+        """Ranks that split the experts."""
         layout = self.layout
         axes = ("ep", "etp")
         ranks = layout.plan.group(layout.rank, axes)
@@ -116,18 +116,18 @@ class LayerContext(BuildContext):
         )
 
     def keeps_high_precision(self, module: str) -> bool:
-        """Return whether the recipe keeps a module in high precision, its layer counted from the front or the end."""
+        """Whether the recipe keeps a module in high precision, its layer counted from the front or the end."""
         numbers = (self.site.layer, self.site.layer - self.site.num_layers)
         return any(self.in_high_precision(f"layers.{number}.{module}") for number in numbers)
 
     def recipe(self, module: str) -> Precision:
-        """Return the recipe of a module: the chosen recipe or its fallback."""
+        """Recipe of a module: the chosen recipe or its fallback."""
         assert self.recipes is not None, "recipes are built before there are any to ask for"
         precision, fallback = self.recipes
         return (fallback if self.keeps_high_precision(module) else precision).at(module)
 
     def core(self, attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-        """Return the core of this layer's attention: ``attend``, or what the ranks of cp do around it."""
+        """Core of this layer's attention: ``attend``, or what the ranks of cp do around it."""
         around = self.context_attentions
         if not around:
             return lambda *tensors, **options: attend(*tensors, **options)[0]
@@ -144,7 +144,7 @@ class LayerContext(BuildContext):
         return core
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
-        """Return ``module``. Where the layout shards its weights, each call gathers them. Raises PlanError."""
+        """``module``. Where the layout shards its weights, each call gathers them. Raises PlanError."""
         if self.sharding is None:
             return module
         name = f"layers.{self.site.layer}: {type(module).__name__}"
@@ -152,11 +152,11 @@ class LayerContext(BuildContext):
         return self.sharding.unit(module, side, name=name, **gathered_as)
 
     def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` under the memory policy of the region ``name``."""
+        """``function`` under the memory policy of the region ``name``."""
         return self._treated(name, function, lambda policy, inside: policy.wrap(name, inside))
 
     def movement(self, name: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``finish`` under the policy of the region ``name``."""
+        """``finish`` under the policy of the region ``name``."""
         return self._treated(name, finish, lambda policy, inside: policy.wrap_movement(name, inside, again))
 
     def _treated(
@@ -176,21 +176,21 @@ class LayerContext(BuildContext):
         return treated if watch is None else watch.around(name, layer, treated)
 
     def layer(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
-        """Return the phases of a layer under the policy of ``layer``, which turns them into one."""
+        """Phases of a layer under the policy of ``layer``, which turns them into one."""
         if "layer" in self.policies:
             phases = (straight(phases),)
         phases = tuple(self.region("layer", phase) for phase in phases)
         return drops(phases) if any(policy.drops_outputs for policy in self.policies.values()) else phases
 
     def shared(self, key: Any, factory: Callable[[], T]) -> T:
-        """Return the object of this process under ``key``, made at first use by ``factory``."""
+        """Object of this process under ``key``, made at first use by ``factory``."""
         return self.held.get(key, factory)
 
 
 def bare_context(
     assembly: Assembly, layout: Layout, device: torch.device, shared: Shared, layer: int = 0
 ) -> LayerContext:
-    """Return the context of a layer without recipes and policies, in which these are built."""
+    """Context of a layer without recipes and policies, in which these are built."""
     placed = assembly.layers.get(layer)
     return LayerContext(
         site=assembly.site.at(layer),
@@ -235,7 +235,7 @@ class ModelParts(ModelContext):
         return self.assembly.stages
 
     def order(self, micro_batches: int) -> Sequence[Sequence[Action]]:
-        """Return what each position on pp does in a step of so many micro-batches."""
+        """Passes of each position on pp in a step of so many micro-batches."""
         pipeline = self.assembly.parts.pipeline
         with self.assembly.registry.calling(pipeline, "order()"):
             return pipeline.order(len(self.stages), micro_batches)
@@ -256,15 +256,15 @@ class ModelParts(ModelContext):
         return recipes
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
-        """Return ``module``. Where the layout shards its parameters, each call gathers them in ``dtype``."""
+        """``module``. Where the layout shards its parameters, each call gathers them in ``dtype``."""
         return module if self._sharding is None else self._sharding.unit(module, "dense", dtype=dtype)
 
     def whole(self, model: M) -> M:
-        """Return ``model``, with all parameters outside units, except those of experts, as one more unit."""
+        """``model``, with all parameters outside units, except those of experts, as one more unit."""
         return model if self._sharding is None else self._sharding.root(model, apart=expert_parameters(model))
 
     def at(self, layer: int) -> LayerContext:
-        """Return the context of one layer, dense or MoE."""
+        """Context of one layer, dense or MoE."""
         if layer not in self._contexts:
             self._contexts[layer] = self._at(layer)
         return self._contexts[layer]
@@ -305,7 +305,7 @@ class ModelParts(ModelContext):
         return self.assembly.registry.calling(part, "build()")
 
     def attention(self, layer: int) -> nn.Module:
-        """Return the attention of layer ``layer``."""
+        """Attention of layer ``layer``."""
         context = self.at(layer)
         plugin = self.assembly.parts.attention
         with self._calling(plugin):
@@ -314,7 +314,7 @@ class ModelParts(ModelContext):
         return context.unit(attention, context.recipe("attention"))
 
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:
-        """Return the MoE layer of layer ``layer``. Equal layers share one dispatcher."""
+        """MoE layer of layer ``layer``. Equal layers share one dispatcher."""
         context = self.at(layer)
         parts = self.assembly.parts
         recipe = context.recipe("moe.experts")
@@ -348,7 +348,7 @@ class ModelParts(ModelContext):
 
 
 def open_layout(assembly: Assembly, device: str) -> Layout:
-    """Return the assembly's layout on this rank of an initialised world."""
+    """The assembly's layout on this rank of an initialised world."""
     with assembly.registry.calling(assembly.parts.parallel, "build()"):
         return open_by(assembly.parts.parallel, assembly.layout, device)
 

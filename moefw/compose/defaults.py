@@ -12,5 +12,5 @@ DEFAULTS = Path(__file__).with_suffix(".yaml")
 
 @cache
 def defaults() -> Tree:
-    """Return the defaults as plain data, which callers must not change."""
+    """Defaults as plain data, which callers must not change."""
     return read_yaml(DEFAULTS.read_text(encoding="utf-8"), Marks(DEFAULTS.name), [])

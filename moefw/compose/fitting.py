@@ -28,7 +28,7 @@ class Misfit(Generic[Asker]):
     rivals: tuple[tuple[Asker, Need], ...]
 
     def problem(self) -> Problem:
-        """Return the problem, which names the parts, the reason and a fix."""
+        """Problem, which names the parts, the reason and a fix."""
         need = self.need
         fact = FACTS[need.fact]
         relevant = [(part, _about(fact, offer, need.value)) for part, offer in self.offers]
@@ -45,14 +45,14 @@ class Misfit(Generic[Asker]):
 
 
 def silence(section: str) -> Offers:
-    """Return the default offers of a part of a section, for facts that it does not state."""
+    """Default offers of a part of a section, for facts that it does not state."""
     return {
         name: fact.silence for name, fact in FACTS.items() if section in fact.offered_by and fact.silence is not None
     }
 
 
 def offers_of(section: str, stated: Offers) -> Offers:
-    """Return the offers of a part of a section, checked. Raises PluginError for a fact that others offer."""
+    """Offers of a part of a section, checked. Raises PluginError for a fact that others offer."""
     for name in offers(**stated):
         if section not in FACTS[name].offered_by:
             whose = " or ".join(FACTS[name].offered_by) or "the machine"
@@ -96,7 +96,7 @@ def match(
 def _choose(
     candidates: Iterable[Any], needed: Sequence[Any], meets: Callable[[Any, Any], bool], cost: Callable[[Any], Any]
 ) -> Settled:
-    """Return the candidate that meets the most needs; among equals, the cheapest."""
+    """Candidate that meets the most needs; among equals, the cheapest."""
 
     def rank(candidate: Any) -> tuple[int, Any]:
         num_unmet = sum(not meets(candidate, need) for need in needed)
@@ -108,20 +108,20 @@ def _choose(
 
 
 def _in_common(offered: Sequence[Any]) -> list[Any] | None:
-    """Return the items that every offer lists; None if every offer is ANY."""
+    """Items that every offer lists; None if every offer is ANY."""
     lists = [offer for offer in offered if offer != ANY]
     return [item for item in lists[0] if all(item in other for other in lists)] if lists else None
 
 
 def _multiple(offered: Sequence[Any], needed: Sequence[int]) -> Settled:
-    """Return the smallest number in every offer that is a multiple of every need."""
+    """Smallest number in every offer that is a multiple of every need."""
     common = _in_common(offered)
     candidates = [math.lcm(1, *needed)] if common is None else common
     return _choose(candidates, needed, lambda number, divisor: number % divisor == 0, lambda number: number)
 
 
 def _one_of(offered: Sequence[Any], needed: Sequence[Sequence[Any]]) -> Settled:
-    """Return the alternative in every offer and every need that ranks first in the needs, then in the offers."""
+    """Alternative in every offer and every need that ranks first in the needs, then in the offers."""
     common = _in_common(offered)
     candidates = [item for alternatives in needed for item in alternatives] if common is None else common
 
@@ -136,7 +136,7 @@ def _one_of(offered: Sequence[Any], needed: Sequence[Sequence[Any]]) -> Settled:
 
 
 def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequence[Any]], Settled]:
-    """Return a rule under which a need is met by any item of any offer."""
+    """Rule under which a need is met by any item of any offer."""
 
     def settle(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
         items = tuple(item for offer in offered if offer != ANY for item in offer)
@@ -148,7 +148,7 @@ def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequenc
 
 
 def _given(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
-    """Return the number that every offer names. A need requires that there is one."""
+    """Number that every offer names. A need requires that there is one."""
     numbers = [item for item in _in_common(offered) or () if item != NONE]
     if not numbers:
         return None, list(range(len(needed)))
@@ -169,7 +169,7 @@ def _all_true(offered: Sequence[bool], needed: Sequence[bool]) -> Settled:
 
 
 def _sum(offered: Sequence[float], needed: Sequence[float]) -> Settled:
-    """Return the sum of the offers. A need is the most that it may be."""
+    """Sum of the offers. A need is the most that it may be."""
     value = sum(offered)
     return value, [index for index, limit in enumerate(needed) if value > limit]
 
@@ -188,12 +188,12 @@ RULES: Final[Mapping[Rule, Callable[[Sequence[Any], Sequence[Any]], Settled]]] =
 
 
 def _asked(fact: Fact, value: Any) -> str:
-    """Return the wording of a need in an error."""
+    """Wording of a need in an error."""
     return fact.asks.format(*(value if fact.itemised and isinstance(value, tuple) else [_words(value)]))
 
 
 def _about(fact: Fact, offer: Any, value: Any) -> Any:
-    """Return the items of an offer that concern a needed value."""
+    """Items of an offer that concern a needed value."""
     if not fact.itemised or offer == ANY:
         return offer
     return tuple(item for item in offer if _subject(item) == _subject(value))

@@ -11,7 +11,7 @@ from moefw.runtime.parallel.meshes import DENSE, EXPERT, Mesh, MeshPlan
 
 
 def this_machine(device: str = "auto") -> Machine:
-    """Return this machine's hardware without importing torch. ``auto`` is CUDA if a GPU is visible."""
+    """This machine's hardware without importing torch. ``auto`` is CUDA if a GPU is visible."""
     num_gpus = _num_visible_gpus()
     if device == "auto":
         device = "cuda" if num_gpus else "cpu"
@@ -21,7 +21,7 @@ def this_machine(device: str = "auto") -> Machine:
 
 
 def lone_site(dims: Dims, machine: Machine, *, layer: int = 0) -> Site:
-    """Return the site of a layer, the last of its model, in a world of one rank."""
+    """Site of a layer, the last of its model, in a world of one rank."""
     dense, experts = (Mesh(tuple((axis, 1) for axis in axes)) for axes in (DENSE, EXPERT))
     plan = MeshPlan(dense=dense, experts=experts)
     return Site(dims=dims, layer=layer, num_layers=layer + 1, layout=plan, ranks_per_node=None, machine=machine)

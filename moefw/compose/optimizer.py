@@ -26,7 +26,7 @@ STEP = "step"
 def build_optimizer(
     assembly: Assembly, model: nn.Module, layout: Layout, device: torch.device, shared: Shared
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a model on this rank. Raises RunError if there is no memory for its states."""
+    """Optimizer of a model on this rank. Raises RunError if there is no memory for its states."""
     plugin = assembly.parts.optimizer
     optimizer: torch.optim.Optimizer = plugin.build(dict(model.named_parameters()), assembly.spec.train.lr)
     policies = [policy for policy in assembly.parts.memory if OPTIMIZER in policy.regions]
@@ -64,7 +64,7 @@ class TorchStates(OptimizerStates):
         self.inner = inner
 
     def room(self, parameter: Tensor) -> Tensor:
-        """Return zeros on the parameter's device."""
+        """Zeros on the parameter's device."""
         return torch.zeros_like(parameter, dtype=self.dtype, requires_grad=False)
 
     def update(self, parts: Sequence[StatePart]) -> None:

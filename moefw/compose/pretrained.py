@@ -59,7 +59,7 @@ class Pretrained(nn.Module):
         self.source = source
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return logits ``(B, S, V)`` of ids ``(B, S)``, int64. ``attention_mask``: 1 for tokens, 0 for padding.
+        """Logits ``(B, S, V)`` of ids ``(B, S)``, int64. ``attention_mask``: 1 for tokens, 0 for padding.
 
         Tokens see no padding, on whichever side it is; logits of padding mean nothing.
         """
@@ -76,7 +76,7 @@ class Pretrained(nn.Module):
 
 
 def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mapping[str, Any]) -> Pretrained:
-    """Return the model in a Hugging Face folder, in training mode. Collective in an initialised world.
+    """Model in a Hugging Face folder, in training mode. Collective in an initialised world.
 
     ``sections``: those of a spec, such as ``precision={"use": "bf16"}`` or ``parallel={"experts": {"ep": 8}}``.
     Parameters are fp32; FP8 and MXFP4 are read as bf16. Each rank reads its own experts. Raises SpecError for a
@@ -162,7 +162,7 @@ def _begun(path: Path, source: Source) -> Iterator[Path]:
 
 
 def _together(act: Callable[[], Any], path: str | Path, layout: Layout) -> Any:
-    """Return what ``act``, which writes to ``path``, returns. If it fails on one rank, raise its error on all ranks.
+    """Result of ``act``, which writes to ``path``. If it fails on one rank, raise its error on all ranks.
 
     Collective: no rank goes on before all have acted.
     """

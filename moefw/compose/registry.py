@@ -152,7 +152,7 @@ class Registry:
         self._loaded.add(name)
 
     def _likely(self, name: str) -> str:
-        """Return the likely meaning of an unknown name: a misspelt name, or that of a package that is not installed."""
+        """Likely meaning of an unknown name: a misspelt name, or that of a package that is not installed."""
         known = nearest(name, self.names)
         if closest(name, self.names) or not re.fullmatch(r"[a-z][\w-]*", name):
             return known
@@ -215,7 +215,7 @@ class Registry:
                     yield RegisteredPlugin(hook, name, declaration, distribution, version)
 
     def _only_observes(self, module: Any) -> bool:
-        """Return whether a module implements hooks, and no declaring one."""
+        """Whether a module implements hooks, and no declaring one."""
         callers = self._manager.get_hookcallers(module) or []
         return bool(callers) and not any(caller.name in self._families for caller in callers)
 
@@ -240,12 +240,12 @@ class Registry:
         return part
 
     def origin(self, plugin: Plugin | type[Plugin]) -> RegisteredPlugin:
-        """Return the registered plugin that is ``plugin``, or of which it is an instance."""
+        """Registered plugin that is ``plugin``, or of which it is an instance."""
         declaration = plugin if isinstance(plugin, type) else type(plugin)
         return next(part for part in self._parts.values() if part.declaration is declaration)
 
     def accountable(self, plugin: Plugin) -> RegisteredPlugin:
-        """Return the origin of a plugin; of one of ours that calls others, that of the first which is not ours."""
+        """Origin of a plugin; of one of ours that calls others, that of the first which is not ours."""
         origins = [self.origin(caller_or_called) for caller_or_called in (plugin, *inner_plugins(plugin))]
         return next((origin for origin in origins if origin.distribution != OURS), origins[0])
 
@@ -274,12 +274,12 @@ class Registry:
         return problems
 
     def parts(self) -> list[RegisteredPlugin]:
-        """Return the loaded parts by hook point and name."""
+        """Loaded parts by hook point and name."""
         order = list(self._families)
         return sorted(self._parts.values(), key=lambda part: (order.index(part.hook), part.name))
 
     def problems(self, assembly: Any) -> list[Problem]:
-        """Return what ``moefw_check`` of every loaded plugin finds. Raises PluginError if one raises anything else."""
+        """Problems that ``moefw_check`` of each loaded plugin finds. Raises PluginError if one raises anything else."""
         problems: list[Problem] = []
         for implementation in reversed(self._manager.hook.moefw_check.get_hookimpls()):
             distribution, version = self._owners[id(implementation.plugin)]
@@ -334,7 +334,7 @@ def _as_it_was(distribution: str, who: str) -> AbstractContextManager[None]:
 
 
 def _allowed(environment: Mapping[str, str]) -> Callable[[str], bool]:
-    """Return a predicate: whether a distribution may be loaded. Names are normalized (PEP 503)."""
+    """Predicate: whether a distribution may be loaded. Names are normalized (PEP 503)."""
     told = environment.get(ALLOWED)
     if told is None:
         return lambda distribution: True
@@ -343,7 +343,7 @@ def _allowed(environment: Mapping[str, str]) -> Callable[[str], bool]:
 
 
 def _way_out(name: str, distributions: Sequence[str]) -> str:
-    """Return the fix for two plugins with one name. A built-in plugin stays."""
+    """Fix for two plugins with one name. A built-in plugin stays."""
     if OURS not in distributions:
         return "Uninstall one of them."
     others = " and ".join(each for each in distributions if each != OURS)
@@ -361,7 +361,7 @@ def _keep_promise(promised: str | None, declared: Iterable[RegisteredPlugin], di
 
 
 def _checked_name(declaration: type[Plugin], label: str) -> str:
-    """Return the name of a declaration. Raises PluginError if it has none, or its options cannot be read."""
+    """Name of a declaration. Raises PluginError if it has none, or its options cannot be read."""
     name = getattr(declaration, "name", None)
     if not isinstance(name, str):
         raise PluginError(f"plugin {label}: {declaration.__name__} has no name.", 'Write name: ClassVar[str] = "...".')

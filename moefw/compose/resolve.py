@@ -162,7 +162,7 @@ class _Resolution:
                 raise kind(everything) from self.cause
 
     def left_out(self, answer: object) -> bool:
-        """Return whether an answer, or an error, depends on an unreadable value, which has its own problem."""
+        """Whether an answer, or an error, depends on an unreadable value, which has its own problem."""
         return any(self.problems.values()) and depends_on_unread(answer)
 
     @contextmanager
@@ -191,19 +191,19 @@ class _Resolution:
                 known += [fault for fault in faults if fault not in known]
 
     def ask(self, path: KeyPath, question: Callable[..., A], /, *args: Any, **kwargs: Any) -> A | None:
-        """Return the result of ``question``, or None if it raises."""
+        """Result of ``question``, or None if it raises."""
         with self.asking(path):
             return question(*args, **kwargs)
         return None
 
     def answer(self, placed: _Placed, method: str, kind: type[A], *args: Any) -> A | None:
-        """Return the answer of a part, or None if it raises or is not of kind ``kind``."""
+        """Answer of a part, or None if it raises or is not of kind ``kind``."""
         with self.asking(placed.path, placed.part, f"{method}()"):
             return _of_kind(kind, getattr(placed.part, method)(*args))
         return None
 
     def listed(self, placed: _Placed, method: str, kind: type[A], *args: Any) -> list[A]:
-        """Return the items of kind ``kind`` that a part lists, and those of iterators in the list, up to an error."""
+        """Items of kind ``kind`` that a part lists, and those of iterators in the list, up to an error."""
 
         def read(items: Any) -> None:
             with self.asking(placed.path, placed.part, f"{method}()"):
@@ -241,7 +241,7 @@ class _Resolution:
         return None
 
     def _filled(self, part: Plugin, path: KeyPath) -> Plugin:
-        """Return a part, with the plugins that its options name in the place of their choices."""
+        """Part, with the plugins that its options name in the place of their choices."""
         for field in attrs.fields(type(part)):
             hook = field.metadata.get("hook")
             choices = getattr(part, field.name)
@@ -272,7 +272,7 @@ class _Resolution:
         return {field.name: UNREAD for field in attrs.fields(declaration) if field.init}
 
     def with_preset(self, tree: Tree, defaults: Tree) -> Tree:
-        """Return the tree over what the model's preset says in all sections; these are unread if it is unknown."""
+        """Tree over what the model's preset says in all sections; these are unread if it is unknown."""
         model = with_defaults({"model": tree.get("model")}, {"model": defaults["model"]})["model"]
         if not isinstance(model, Mapping) or model.get("preset") is None:
             return tree
@@ -396,7 +396,7 @@ class _Resolution:
         return site, settled if layers else {}
 
     def _state(self, here: Site, layout: LayoutPlan | None) -> _Statements:
-        """Return the offers and needs of all parts at ``here``, and the offers of the layout and the machine."""
+        """Offers and needs of all parts at ``here``, and the offers of the layout and the machine."""
         promises: list[tuple[object, Offers]] = []
         heard: set[str] = set()
         unread: set[str] = set()
@@ -444,7 +444,7 @@ class _Resolution:
         return facts
 
     def parts(self) -> ChosenPlugins:
-        """Return the parts by section."""
+        """Parts by section."""
         single = {placed.section: placed.part for placed in self.placed if placed.section != "memory"}
         return ChosenPlugins(
             **single, memory=tuple(placed.part for placed in self.placed if placed.section == "memory")
@@ -457,7 +457,7 @@ def _about(promises: Sequence[tuple[object, Offers]], fact: str) -> Iterator[tup
 
 
 def _fault(error: Exception) -> Problem:
-    """Return the problem of a method that raises."""
+    """Problem of a method that raises."""
     what = " ".join(f"{type(error).__name__}: {error}".split())
     return Problem(f"{what.rstrip(':.')}.", "This is a mistake in the plugin.")
 

@@ -14,7 +14,7 @@ from moefw.runtime.pipeline.placement import Stages, place
 
 
 def stages_of(pipeline: PipelinePlugin, model: ModelPlugin, layout: LayoutPlan) -> Stages:
-    """Return the stages of each position on pp. Raises PlanError if the layers do not fill them."""
+    """Stages of each position on pp. Raises PlanError if the layers do not fill them."""
     further = getattr(model, "mtp_layers", 0)
     layers = getattr(model, "num_layers", 0) or max(model.moe_layers(), default=-1) + 1 - further
     return place(pipeline, layout.sizes.get("pp", 1), layers=layers, further=further)

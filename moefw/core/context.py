@@ -51,23 +51,23 @@ class ExpertGroup:
         return self.rank // self.etp * self.local_experts
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """Return the process group of some ranks, ascending, this one among them; None if it is this one alone.
+        """Process group of some ranks, ascending, this one among them; None if it is this one alone.
 
         The same ranks get the same group, which is opened once. Collective over them.
         """
         return self.open(tuple(self.ranks[rank] for rank in ranks))
 
     def node_group(self) -> ProcessGroup | None:
-        """Return the group of the ranks on this rank's node. Collective over them."""
+        """Group of the ranks on this rank's node. Collective over them."""
         return self.subgroup([rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]])
 
     def across_nodes(self) -> ProcessGroup | None:
-        """Return the group of the ranks that have this rank's place in their nodes. Collective over them."""
+        """Group of the ranks that have this rank's place in their nodes. Collective over them."""
         places = [self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)]
         return self.subgroup([rank for rank, place in enumerate(places) if place == places[self.rank]])
 
     def owners(self, expert_ids_TK: Tensor) -> Tensor:
-        """Return the ranks that hold the experts, ``(T, K * etp)`` int64; -1 for a dropped choice."""
+        """Ranks that hold the experts, ``(T, K * etp)`` int64; -1 for a dropped choice."""
         ep_rank_TK = expert_ids_TK.div(self.local_experts, rounding_mode="floor")  # -1 stays -1
         if self.etp == 1:
             return ep_rank_TK
@@ -76,7 +76,7 @@ class ExpertGroup:
         return owners.masked_fill((ep_rank_TK < 0).unsqueeze(-1), -1).flatten(1)
 
     def parts(self, expert_ids_TK: Tensor) -> Tensor:
-        """Return the choices, with each part of an expert numbered as an expert: ``(T, K * etp)`` int64.
+        """Choices, with each part of an expert numbered as an expert: ``(T, K * etp)`` int64.
 
         The parts of rank ``r`` are numbered from ``r * local_experts``; -1 for a dropped choice.
         """
@@ -116,19 +116,19 @@ class BuildContext(Protocol):
         """The numbers of the experts that this rank holds."""
 
     def expert_shard(self, dim: int) -> Shard | None:
-        """Return the part of each expert that this rank holds if experts are split along ``dim``; None: all of it."""
+        """Part of each expert that this rank holds if experts are split along ``dim``; None: all of it."""
 
     def expert_group(self) -> ExpertGroup:
-        """Return the ranks that split the experts."""
+        """Ranks that split the experts."""
 
     def keeps_high_precision(self, module: str) -> bool:
-        """Return whether the recipe keeps a module of this layer in high precision (``moe.experts``)."""
+        """Whether the recipe keeps a module of this layer in high precision (``moe.experts``)."""
 
     def recipe(self, module: str) -> Precision:
-        """Return the recipe of a module of this layer (``moe.experts``): the chosen recipe or its fallback."""
+        """Recipe of a module of this layer (``moe.experts``): the chosen recipe or its fallback."""
 
     def core(self, attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-        """Return the core of this layer's attention: ``core(q, k, v, mask, sinks_H=..., scale=...) -> out_BHSe``.
+        """Core of this layer's attention: ``core(q, k, v, mask, sinks_H=..., scale=...) -> out_BHSe``.
 
         It is ``attend`` (:func:`moefw.runtime.attention.attend.attend`, or a like function) on whole sequences. Where
         the ranks of cp share them, it exchanges what it needs. An attention that offers ``core`` calls this in
@@ -136,23 +136,23 @@ class BuildContext(Protocol):
         """
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:
-        """Return ``module``, a unit of GEMM weights. Where the layout shards them, each call gathers them.
+        """``module``, a unit of GEMM weights. Where the layout shards them, each call gathers them.
 
         They are gathered in the recipe's ``weight_dtype``, since a later cast would leave a copy until backward, or
         with its ``weight_codec``. Raises PlanError if the codec cannot encode the shards of a weight.
         """
 
     def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` under the memory policy of the region ``name``. Call this once, in ``build``."""
+        """``function`` under the memory policy of the region ``name``. Call this once, in ``build``."""
 
     def movement(self, name: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``finish`` under the policy of the region ``name``: see :meth:`MemoryPolicy.wrap_movement`."""
+        """``finish`` under the policy of the region ``name``: see :meth:`MemoryPolicy.wrap_movement`."""
 
     def layer(self, phases: tuple[Callable[[Any], Any], ...]) -> tuple[Callable[[Any], Any], ...]:
-        """Return the phases of a layer under the policy of ``layer``, which turns them into one."""
+        """Phases of a layer under the policy of ``layer``, which turns them into one."""
 
     def shared(self, key: Any, factory: Callable[[], T]) -> T:
-        """Return the object of this process under ``key``, made at first use by ``factory``. Closed with the model."""
+        """Object of this process under ``key``, made at first use by ``factory``. Closed with the model."""
 
 
 class ModelContext(Protocol):
@@ -175,16 +175,16 @@ class ModelContext(Protocol):
         """The pipeline stages of each position on pp. A model builds the layers of its own position's alone."""
 
     def order(self, micro_batches: int) -> Sequence[Sequence[Action]]:
-        """Return what each position on pp does in a step of so many micro-batches."""
+        """Passes of each position on pp in a step of so many micro-batches."""
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:
-        """Return ``module``. Where the layout shards its parameters, each call gathers them in ``dtype``."""
+        """``module``. Where the layout shards its parameters, each call gathers them in ``dtype``."""
 
     def at(self, layer: int) -> BuildContext:
-        """Return the context of one layer, dense or MoE."""
+        """Context of one layer, dense or MoE."""
 
     def attention(self, layer: int) -> Any:
-        """Return the attention of layer ``layer``, a :class:`moefw.Attention` that is a unit of weights."""
+        """Attention of layer ``layer``, a :class:`moefw.Attention` that is a unit of weights."""
 
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> Any:
-        """Return the MoE layer of layer ``layer``, a :class:`moefw.MoELayer`."""
+        """MoE layer of layer ``layer``, a :class:`moefw.MoELayer`."""

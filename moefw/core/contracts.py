@@ -24,7 +24,7 @@ class Stateful:
     """Module that may keep tensors between steps. Only ``update`` changes the state that checkpoints save."""
 
     def state_spec(self) -> Sequence[State]:
-        """Return the declared state. Everything else in the part is constant."""
+        """Declared state. Everything else in the part is constant."""
         return ()
 
     def update(self, reduced: Mapping[str, Tensor]) -> None:
@@ -40,10 +40,10 @@ class Router(Stateful, ABC):
 
     @abstractmethod
     def __call__(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Return the routing of the tokens, with statistics to be summed over the global batch."""
+        """Routing of the tokens, with statistics to be summed over the global batch."""
 
     def over_layers(self, pooled: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Return losses by name, sums over tokens, of all MoE layers: of the ``Routing.pooled`` of each."""
+        """Losses by name, sums over tokens, of all MoE layers: of the ``Routing.pooled`` of each."""
         return {}
 
 
@@ -61,7 +61,7 @@ class Meter(Stateful, ABC):
 
     @abstractmethod
     def state_spec(self) -> Sequence[State]:
-        """Return the declared state, including ``largest``."""
+        """Declared state, including ``largest``."""
 
     @abstractmethod
     def update(self, reduced: Mapping[str, Tensor]) -> None:
@@ -82,7 +82,7 @@ class Dispatcher(ABC):
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
     ) -> DispatchPlan:
-        """Return the metadata of a movement.
+        """Metadata of a movement.
 
         With ``counts[rank][expert]``, no counts are exchanged. With ``dropless``, no row budget applies.
         """
@@ -138,11 +138,11 @@ class Attention(ABC):
 
     @abstractmethod
     def tables(self, batch: Batch) -> Any:
-        """Return what the attentions of all layers compute alike from positions, once per forward: a pytree."""
+        """Table of positions that the attentions of all layers share, computed once per forward: a pytree."""
 
     @abstractmethod
     def __call__(self, x_tD: Tensor, tables: Any, batch: Batch) -> Tensor:
-        """Return ``(t, D)``, given and returned for this rank's part of the tokens.
+        """``(t, D)``, given and returned for this rank's part of the tokens.
 
         A token sees itself and the earlier tokens of its sequence and its document.
         """
@@ -156,7 +156,7 @@ class CachedAttention(Attention):
 
     @abstractmethod
     def extend(self, x_tD: Tensor, tables: Any, batch: Batch, past: Any) -> tuple[Tensor, Any]:
-        """Return ``(t, D)`` for tokens behind ``past``, and ``past`` with them: tensors ``(..., positions, width)``.
+        """``(t, D)`` for tokens behind ``past``, and ``past`` with them: tensors ``(..., positions, width)``.
 
         ``past`` is None before the first tokens. The caller may drop positions at both ends of what is returned. No
         forward calls it: where weights are sharded, each gathers them.
@@ -182,7 +182,7 @@ class ContextAttention(ABC):
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Return ``out_BHSe`` of this rank's queries, which attend to the keys of all ranks. Collective over cp.
+        """``out_BHSe`` of this rank's queries, which attend to the keys of all ranks. Collective over cp.
 
         ``attend`` does so with whole sequences: :func:`moefw.runtime.attention.attend.attend`, or a like function. So
         ``mask``, a :class:`moefw.runtime.attention.mask.Mask`, is of whole sequences.
@@ -194,7 +194,7 @@ class ExpertGemm(Named):
 
     @abstractmethod
     def __call__(self, batch: ExpertBatch) -> Tensor:
-        """Return ``rows_RD``: ``w * (W2 act(W1 x + b1, W3 x + b3) + b2)`` per row, w its routing weight.
+        """``rows_RD``: ``w * (W2 act(W1 x + b1, W3 x + b3) + b2)`` per row, w its routing weight.
 
         ``act`` and whether there are biases: :class:`moefw.Dims`. Padding rows are zero.
         """
@@ -216,10 +216,10 @@ class Codec(Protocol):
         """Bytes of a packed row, an even number."""
 
     def pack(self, rows_ND: Tensor) -> Tensor:
-        """Return the packed rows ``(N, row_bytes / 2)``: raw bytes in a bf16 tensor."""
+        """Packed rows ``(N, row_bytes / 2)``: raw bytes in a bf16 tensor."""
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows ``(N, D)`` in ``dtype``."""
+        """Rows ``(N, D)`` in ``dtype``."""
 
 
 class WeightCodec(ABC):
@@ -236,7 +236,7 @@ class WeightCodec(ABC):
 
     @abstractmethod
     def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """Return contiguous codes ``(..., r, C)`` and scales ``(..., r / rows, ...)`` of a shard ``(..., r, C)``."""
+        """Contiguous codes ``(..., r, C)`` and scales ``(..., r / rows, ...)`` of a shard ``(..., r, C)``."""
 
 
 class Precision(ABC):
@@ -258,7 +258,7 @@ class Precision(ABC):
     """Whether all recipes from ``at`` make the same operand and the same saved operand of an input."""
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
-        """Return the recipe for a module, or for a GEMM inside it, with random draws and state of its own.
+        """Recipe for a module, or for a GEMM inside it, with random draws and state of its own.
 
         ``groups``: the number of row groups, or of stacked weights, of a GEMM on this rank; None for a module. A module
         that assigns the result to an attribute also owns its state.
@@ -267,7 +267,7 @@ class Precision(ABC):
 
     @abstractmethod
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
-        """Return the operand that replaces ``x`` in a GEMM.
+        """Operand that replaces ``x`` in a GEMM.
 
         It is a tensor, or an object with ``mT``, ``@`` and ``grouped_mm(other, ends_e)``, which multiply as torch's do.
 
@@ -277,7 +277,7 @@ class Precision(ABC):
         """
 
     def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: RowGroups | None = None) -> Any | None:
-        """Return the fprop operand of the input ``weights_R * silu(gate) * up`` (R, F), quantized as it is computed.
+        """Fprop operand of the input ``weights_R * silu(gate) * up`` (R, F), quantized as it is computed.
 
         ``h_RH`` is gate, then up. The operand equals that of ``quantize`` bit for bit, but is not differentiable. None:
         the recipe does not fuse the two steps, and the caller runs them in order.
@@ -285,11 +285,11 @@ class Precision(ABC):
         return None
 
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
-        """Return the saved operand of ``x`` for ``during``, a pass of backward. ``used`` is its operand of fprop."""
+        """Saved operand of ``x`` for ``during``, a pass of backward. ``used`` is its operand of fprop."""
         return SavedOperand((used,), lambda saved: saved[0])
 
     def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], Any]]:
-        """Return a function for each of ``passes``, fprop or dgrad, that returns the operand of a weight.
+        """Function for each of ``passes``, fprop or dgrad, that returns the operand of a weight.
 
         They are made once for all micro-batches of a step. What they hold is held until its end.
         """
@@ -303,21 +303,21 @@ class Precision(ABC):
         return dict.fromkeys(passes, operand_of("fprop"))  # one for all passes
 
     def weight_codec(self) -> WeightCodec | None:
-        """Return the codec with which sharded weights are gathered. None: they are gathered in ``weight_dtype``.
+        """Codec with which sharded weights are gathered. None: they are gathered in ``weight_dtype``.
 
         With a codec, ``quantize`` and ``keep`` get :class:`moefw.runtime.parallel.primary_weights.GatheredWeight`.
         """
         return None
 
     def codec(self, dim: int) -> Codec | None:
-        """Return the codec that packs rows of ``dim`` values on their way to experts. None: they travel unpacked.
+        """Codec that packs rows of ``dim`` values on their way to experts. None: they travel unpacked.
 
         Required if the plugin offers a ``wire`` other than that of the residual stream.
         """
         return None
 
     def keep_activation(self, x: Tensor, rows: RowGroups | None = None) -> SavedOperand:
-        """Return the saved form of rows ``x`` whose values backward reads, rather than an operand made of them."""
+        """Saved form of rows ``x`` whose values backward reads, rather than an operand made of them."""
         return SavedOperand((x,), lambda saved: saved[0])
 
 
@@ -332,13 +332,13 @@ class MemoryPolicy(ABC):
 
     @abstractmethod
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with its saved tensors under the policy. Values and gradients stay bitwise equal.
+        """``function`` with its saved tensors under the policy. Values and gradients stay bitwise equal.
 
         A plugin that offers ``rtol`` may change each gradient of a layer by this share of its largest value.
         """
 
     def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``finish``, the second half of a movement, under the policy. It cannot run twice.
+        """``finish``, the second half of a movement, under the policy. It cannot run twice.
 
         ``finish(pending, *args)`` returns the received batch and a handle. ``again(handle, *args)`` repeats the
         movement and returns the batch. Raises PlanError if the policy does not support movements.
@@ -359,18 +359,18 @@ class LayoutPlan(ABC):
 
     @abstractmethod
     def coordinates(self, rank: int) -> Mapping[str, int]:
-        """Return a rank's position on every axis."""
+        """A rank's position on every axis."""
 
     @abstractmethod
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only on ``axes``, which are axes of one mesh, in ascending order.
+        """Ranks that differ from ``rank`` only on ``axes``, which are axes of one mesh, in ascending order.
 
         In a group over ep and etp, ranks with the same position on ep are adjacent. Dispatchers rely on this.
         """
 
     @abstractmethod
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks that hold the same parameters of mesh ``side`` as ``rank``, in rows of equal length.
+        """Ranks that hold the same parameters of mesh ``side`` as ``rank``, in rows of equal length.
 
         The ranks of a row shard each parameter (FSDP); a row of one rank holds all of it. Ranks ascend along each row
         and along each column.
@@ -388,26 +388,26 @@ class Layout(ABC):
 
     @abstractmethod
     def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Return the process group of ``ranks``, which include this rank; None if it is this rank alone.
+        """Process group of ``ranks``, which include this rank; None if it is this rank alone.
 
         Collective over ``ranks``. Equal ``ranks`` get the same group.
         """
 
     @abstractmethod
     def host_group(self) -> ProcessGroup | None:
-        """Return a group of all ranks for host tensors, with a timeout that allows hours of waiting for files.
+        """Group of all ranks for host tensors, with a timeout that allows hours of waiting for files.
 
         None in a world of one rank. The first call is collective.
         """
 
     def group(self, *axes: str) -> ProcessGroup | None:
-        """Return the process group over axes of one mesh. Collective over its ranks."""
+        """Process group over axes of one mesh. Collective over its ranks."""
         return self.open(self.plan.group(self.rank, axes))
 
     def size(self, *axes: str) -> int:
-        """Return the number of ranks in ``group(*axes)``."""
+        """Number of ranks in ``group(*axes)``."""
         return len(self.plan.group(self.rank, axes))
 
     def index(self, *axes: str) -> int:
-        """Return this rank's position in ``group(*axes)``."""
+        """This rank's position in ``group(*axes)``."""
         return self.plan.group(self.rank, axes).index(self.rank)

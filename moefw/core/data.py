@@ -18,14 +18,14 @@ class TokenStream(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of tokens."""
+        """Number of tokens."""
 
     @abstractmethod
     def read(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return ``count`` token ids from ``start``, int64."""
+        """``count`` token ids from ``start``, int64."""
 
     def document_starts(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        """Return the positions of the tokens that start a document, of ``count`` from ``start``; ascending, int64.
+        """Positions of the tokens that start a document, of ``count`` from ``start``; ascending, int64.
 
         What separates two documents belongs to the first. None: the stream does not know.
         """
@@ -54,11 +54,11 @@ class DataSource(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``."""
+        """Token ids of ``text``."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids. Bytes that are not text become the replacement character."""
+        """Text of token ids. Bytes that are not text become the replacement character."""
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer, if it is a file, to ``folder``, for use of the model without the data."""

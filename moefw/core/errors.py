@@ -16,7 +16,7 @@ _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u20
 
 
 def printable(text: str) -> str:
-    """Return text with Python's escapes in the place of characters that a terminal, or a reader's eye, obeys."""
+    """Text with Python's escapes in the place of characters that a terminal, or a reader's eye, obeys."""
     return _CONTROL.sub(lambda control: ascii(control[0])[1:-1], text)
 
 
@@ -98,12 +98,12 @@ class RunError(MoefwError):
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name of which ``name`` is a likely misspelling, or None."""
+    """Known name of which ``name`` is a likely misspelling, or None."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``Did you mean 'x'?``, or the known names (of many, the nearest) if none is close, to end an error."""
+    """``Did you mean 'x'?``, or the known names (of many, the nearest) if none is close, to end an error."""
     choices = sorted(known)
     close = closest(name, choices)
     if close is not None:

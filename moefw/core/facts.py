@@ -55,14 +55,14 @@ class Need:
 
 
 def offers(**facts: Any) -> Offers:
-    """Return checked offers. Raises PluginError for an unknown fact, or a string where a tuple is due."""
+    """Checked offers. Raises PluginError for an unknown fact, or a string where a tuple is due."""
     for name, value in facts.items():
         _check_fact(name, value)
     return facts
 
 
 def need(fact: str, value: Any, *, reason: str, fix: str = "", option: str = "") -> Need:
-    """Return a need. Raises PluginError for an unknown fact, or a string where a tuple is due."""
+    """Need. Raises PluginError for an unknown fact, or a string where a tuple is due."""
     return Need(fact=fact, value=value, reason=reason, fix=fix, option=option)
 
 

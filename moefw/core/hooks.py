@@ -35,72 +35,72 @@ class Assembly(Protocol):
 
 @hookspec
 def moefw_models() -> Sequence[type[plugin.ModelPlugin]]:  # type: ignore[empty-body]
-    """Return the transformers around the MoE layers (``model:``)."""
+    """Transformers around the MoE layers (``model:``)."""
 
 
 @hookspec
 def moefw_attentions() -> Sequence[type[plugin.AttentionPlugin]]:  # type: ignore[empty-body]
-    """Return the attentions (``attention:``)."""
+    """Attentions (``attention:``)."""
 
 
 @hookspec
 def moefw_context_parallels() -> Sequence[type[plugin.ContextParallelPlugin]]:  # type: ignore[empty-body]
-    """Return the algorithms of context parallelism (``context_parallel:``)."""
+    """Algorithms of context parallelism (``context_parallel:``)."""
 
 
 @hookspec
 def moefw_routers() -> Sequence[type[plugin.RouterPlugin]]:  # type: ignore[empty-body]
-    """Return the routers (``routing:``)."""
+    """Routers (``routing:``)."""
 
 
 @hookspec
 def moefw_dispatchers() -> Sequence[type[plugin.DispatcherPlugin]]:  # type: ignore[empty-body]
-    """Return the dispatchers (``dispatch:``)."""
+    """Dispatchers (``dispatch:``)."""
 
 
 @hookspec
 def moefw_gemms() -> Sequence[type[plugin.GemmPlugin]]:  # type: ignore[empty-body]
-    """Return the expert computations (``gemm:``)."""
+    """Expert computations (``gemm:``)."""
 
 
 @hookspec
 def moefw_precisions() -> Sequence[type[plugin.PrecisionPlugin]]:  # type: ignore[empty-body]
-    """Return the precision recipes (``precision:``)."""
+    """Precision recipes (``precision:``)."""
 
 
 @hookspec
 def moefw_memory_policies() -> Sequence[type[plugin.MemoryPlugin]]:  # type: ignore[empty-body]
-    """Return the memory policies (``memory:``, a list)."""
+    """Memory policies (``memory:``, a list)."""
 
 
 @hookspec
 def moefw_layouts() -> Sequence[type[plugin.LayoutPlugin]]:  # type: ignore[empty-body]
-    """Return the parallel layouts (``parallel:``)."""
+    """Parallel layouts (``parallel:``)."""
 
 
 @hookspec
 def moefw_pipelines() -> Sequence[type[plugin.PipelinePlugin]]:  # type: ignore[empty-body]
-    """Return the schedules of pipeline stages (``pipeline:``)."""
+    """Schedules of pipeline stages (``pipeline:``)."""
 
 
 @hookspec
 def moefw_data_sources() -> Sequence[type[plugin.DataSourcePlugin]]:  # type: ignore[empty-body]
-    """Return the data sources (``data:``)."""
+    """Data sources (``data:``)."""
 
 
 @hookspec
 def moefw_optimizers() -> Sequence[type[plugin.OptimizerPlugin]]:  # type: ignore[empty-body]
-    """Return the optimizers (``train.optimizer:``)."""
+    """Optimizers (``train.optimizer:``)."""
 
 
 @hookspec
 def moefw_schedules() -> Sequence[type[plugin.SchedulePlugin]]:  # type: ignore[empty-body]
-    """Return the learning-rate schedules (``train.schedule:``)."""
+    """Learning-rate schedules (``train.schedule:``)."""
 
 
 @hookspec
 def moefw_check(assembly: Assembly) -> Sequence[Problem]:  # type: ignore[empty-body]
-    """Return problems of the whole assembly that needs and offers cannot express. Called once per resolve."""
+    """Problems of the whole assembly that needs and offers cannot express. Called once per resolve."""
 
 
 @hookspec

@@ -43,19 +43,19 @@ class Plugin:
 
     @classmethod
     def presets(cls) -> Mapping[str, Mapping[str, Any]]:
-        """Return named sets of options for ``preset:``. Options next to ``preset:`` override it."""
+        """Named sets of options for ``preset:``. Options next to ``preset:`` override it."""
         return {}
 
     def offers(self, site: Site) -> Offers:
-        """Return the facts that the part offers at ``site``. A pure function of the options and the site."""
+        """Facts that the part offers at ``site``. A pure function of the options and the site."""
         return offers()
 
     def needs(self, site: Site) -> Iterable[Need]:
-        """Return the facts that the part needs from other parts at ``site``."""
+        """Facts that the part needs from other parts at ``site``."""
         return ()
 
     def check(self, site: Site) -> Iterable[Problem | Iterator[Problem]]:
-        """Return the problems of the options at ``site``, the first layer. ``Problem.where`` is an option's name.
+        """Problems of the options at ``site``, the first layer. ``Problem.where`` is an option's name.
 
         Each iterator among them is read by itself: an option that could not be read ends only those that look at it.
         """
@@ -69,7 +69,7 @@ class AttentionPlugin(Plugin):
     hook: ClassVar[str] = "moefw_attentions"
 
     def build(self, context: BuildContext) -> Attention:
-        """Return the attention of one layer, with its parameters."""
+        """Attention of one layer, with its parameters."""
         raise NotImplementedError
 
 
@@ -80,7 +80,7 @@ class ContextParallelPlugin(Plugin):
     hook: ClassVar[str] = "moefw_context_parallels"
 
     def build(self, context: BuildContext) -> ContextAttention:
-        """Return the core of the attention of one layer."""
+        """Core of the attention of one layer."""
         raise NotImplementedError
 
 
@@ -91,7 +91,7 @@ class RouterPlugin(Plugin):
     hook: ClassVar[str] = "moefw_routers"
 
     def build(self, context: BuildContext) -> Router:
-        """Return the router of one layer."""
+        """Router of one layer."""
         raise NotImplementedError
 
 
@@ -102,7 +102,7 @@ class DispatcherPlugin(Plugin):
     hook: ClassVar[str] = "moefw_dispatchers"
 
     def build(self, context: BuildContext) -> Dispatcher:
-        """Return the dispatcher that all equal layers of this process share."""
+        """Dispatcher that all equal layers of this process share."""
         raise NotImplementedError
 
 
@@ -113,7 +113,7 @@ class GemmPlugin(Plugin):
     hook: ClassVar[str] = "moefw_gemms"
 
     def build(self, context: BuildContext) -> ExpertGemm:
-        """Return the experts of one layer on this rank, with their parameters."""
+        """Experts of one layer on this rank, with their parameters."""
         raise NotImplementedError
 
 
@@ -124,15 +124,15 @@ class PrecisionPlugin(Plugin):
     hook: ClassVar[str] = "moefw_precisions"
 
     def build(self, context: BuildContext) -> Precision:
-        """Return the recipe of one layer."""
+        """Recipe of one layer."""
         raise NotImplementedError
 
     def fallback(self, context: BuildContext) -> Precision:
-        """Return the recipe of the head and of the modules that are kept in high precision."""
+        """Recipe of the head and of the modules that are kept in high precision."""
         return self.build(context)
 
     def keeps_high_precision(self, module: str) -> bool:
-        """Return whether a module, such as ``layers.3.moe.experts``, stays in high precision.
+        """Whether a module, such as ``layers.3.moe.experts``, stays in high precision.
 
         It is also asked for with its layer counted from the end (``layers.-1.moe.experts``). One name suffices.
         """
@@ -157,7 +157,7 @@ class MemoryPlugin(Plugin):
     regions: tuple[str, ...]
 
     def needs(self, site: Site) -> Sequence[Need]:
-        """Return the need for each named region to allow this policy's mechanism.
+        """Need for each named region to allow this policy's mechanism.
 
         A layer that runs again also needs a dispatcher that brings rows in the same order each time.
         """
@@ -170,7 +170,7 @@ class MemoryPlugin(Plugin):
         return needs
 
     def build(self, context: BuildContext) -> MemoryPolicy:
-        """Return the policy."""
+        """Policy."""
         raise NotImplementedError
 
 
@@ -187,7 +187,7 @@ class OptimizerMemoryPlugin(MemoryPlugin):
     regions: tuple[str, ...] = field(default=(OPTIMIZER,), init=False)
 
     def needs(self, site: Site) -> Sequence[Need]:
-        """Return the need for the optimizer to allow the mechanism for its states."""
+        """Need for the optimizer to allow the mechanism for its states."""
         reason = "the states belong to the optimizer, which says how they may be treated"
         fix = "Use an optimizer that offers it, or take the policy out."
         return [Need("region", (OPTIMIZER, self.mechanism), reason, fix=fix)]
@@ -203,11 +203,11 @@ class LayoutPlugin(Plugin):
     """Number of neighbouring ranks that share a fast link. null: those of one machine, as the launcher sets it."""
 
     def plan(self, world: int | None) -> LayoutPlan:
-        """Return a plan for ``world`` ranks, or the smallest world that fits. Pure; raises PlanError if none fits."""
+        """Plan for ``world`` ranks, or the smallest world that fits. Pure; raises PlanError if none fits."""
         raise NotImplementedError
 
     def build(self, plan: LayoutPlan, device: str) -> Layout | None:
-        """Return ``plan``, opened on this rank of an initialised world. None: moefw opens each group at first use."""
+        """``plan``, opened on this rank of an initialised world. None: moefw opens each group at first use."""
         return None
 
 
@@ -230,15 +230,15 @@ class PipelinePlugin(Plugin):
         return 1
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """Return the position on pp, of ``ranks``, that holds a stage."""
+        """Position on pp, of ``ranks``, that holds a stage."""
         return stage % ranks
 
     def check_batches(self, ranks: int, micro_batches: int) -> Iterable[Problem]:
-        """Return why so many micro-batches cannot run, with the nearest number that can."""
+        """Why so many micro-batches cannot run, with the nearest number that can."""
         return ()
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[Action]]:
-        """Return what each of ``ranks`` positions on pp does, in order. An action waits for the tensors it needs."""
+        """Passes of each of ``ranks`` positions on pp, in order. An action waits for the tensors it needs."""
         raise NotImplementedError
 
 
@@ -250,7 +250,7 @@ class ModelPlugin(Plugin):
 
     @classmethod
     def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]] | None:
-        """Return the sections of a spec that a preset fills, ``{"model": {...}, "attention": {...}}``.
+        """Sections of a spec that a preset fills, ``{"model": {...}, "attention": {...}}``.
 
         None: it is unknown. A spec overrides them option by option. Raises SpecError for a preset that is known and
         cannot be read.
@@ -261,15 +261,15 @@ class ModelPlugin(Plugin):
         return {"model": options}
 
     def dims(self) -> Dims:
-        """Return the sizes of the MoE layers."""
+        """Sizes of the MoE layers."""
         raise NotImplementedError
 
     def moe_layers(self) -> Sequence[int]:
-        """Return the numbers of the MoE layers. May be empty."""
+        """Numbers of the MoE layers. May be empty."""
         raise NotImplementedError
 
     def build(self, context: ModelContext) -> Any:
-        """Return the model, a ``torch.nn.Module``. ``context.moe_layer(i)`` returns the MoE layer of layer ``i``.
+        """Model, a ``torch.nn.Module``. ``context.moe_layer(i)`` returns the MoE layer of layer ``i``.
 
         With a pp above 1, it is also a :class:`moefw.runtime.pipeline.stage.Pipelined`.
         """
@@ -286,7 +286,7 @@ class DataSourcePlugin(Plugin):
     """Share of a blend's sequences, relative to the weights of its other parts. Means nothing outside a blend."""
 
     def needs_to_train(self, site: Site) -> Iterable[Need]:
-        """Return what training on the data needs of other parts, such as ``token_ids``, if the options tell.
+        """Needs that training on the data has of other parts, such as ``token_ids``, if the options tell.
 
         A model that is only built, exported or read need not offer it.
         """
@@ -297,7 +297,7 @@ class DataSourcePlugin(Plugin):
         raise NotImplementedError
 
     def anchored(self) -> DataSourcePlugin:
-        """Return the same source with absolute paths, so that it works from any folder."""
+        """Same source with absolute paths, so that it works from any folder."""
         return self
 
 
@@ -313,14 +313,14 @@ class OptimizerPlugin(Plugin):
     hook: ClassVar[str] = "moefw_optimizers"
 
     def states(self) -> Sequence[str]:
-        """Return the keys of the states with a parameter's shape: fp32, initially zero, updated in place.
+        """Keys of the states with a parameter's shape: fp32, initially zero, updated in place.
 
         There may also be ``step``, a scalar that counts the updates.
         """
         return ()
 
     def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
-        """Return a ``torch.optim.Optimizer`` over the parameters, given by canonical name."""
+        """``torch.optim.Optimizer`` over the parameters, given by canonical name."""
         raise NotImplementedError
 
 
@@ -331,7 +331,7 @@ class SchedulePlugin(Plugin):
     hook: ClassVar[str] = "moefw_schedules"
 
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor of the learning rate in ``step`` (from 0) of ``steps``."""
+        """Factor of the learning rate in ``step`` (from 0) of ``steps``."""
         raise NotImplementedError
 
 

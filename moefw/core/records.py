@@ -40,15 +40,15 @@ class Shard:
     axis: str
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this part of the whole tensor."""
+        """This part of the whole tensor."""
         return whole.chunk(self.count, self.dim)[self.index]
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of one part of a tensor with the shape ``whole``."""
+        """Shape of one part of a tensor with the shape ``whole``."""
         return tuple(size // self.count if dim == self.dim else size for dim, size in enumerate(whole))
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole tensor, given the ``shape`` of one part."""
+        """Shape of the whole tensor, given the ``shape`` of one part."""
         return tuple(size * self.count if dim == self.dim else size for dim, size in enumerate(shape))
 
 
@@ -102,7 +102,7 @@ class Canonical:
     holders: tuple[int, ...] = ()
 
     def of(self, like: Tensor) -> Tensor:
-        """Return this piece of a tensor with the parameter's shape: the parameter, its gradient or its moments."""
+        """This piece of a tensor with the parameter's shape: the parameter, its gradient or its moments."""
         return like[self.index] if self.index else like
 
 

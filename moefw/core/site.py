@@ -60,7 +60,7 @@ class Machine:
     capability: str | None = None
 
     def has_package(self, name: str) -> bool:
-        """Return whether ``name`` is installed (not whether it works: ``moefw doctor`` imports it).
+        """Whether ``name`` is installed (not whether it works: ``moefw doctor`` imports it).
 
         For ``package.part``: whether the folder of ``package`` holds a file ``part.*`` at any depth. Imports nothing.
         """
@@ -94,5 +94,5 @@ class Site:
     trains: bool = True
 
     def at(self, layer: int) -> Site:
-        """Return this site at another layer."""
+        """This site at another layer."""
         return evolve(self, layer=layer)

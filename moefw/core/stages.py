@@ -71,7 +71,7 @@ class Batch:
     its MoE layers see. None: all tokens."""
 
     def own(self, whole_T: Tensor) -> Tensor:
-        """Return the values of this rank's tokens, from those of all flattened tokens."""
+        """Values of this rank's tokens, from those of all flattened tokens."""
         return whole_T if self.part is None else self.part.of(whole_T)
 
     @property
@@ -127,7 +127,7 @@ class Batch:
         return self.own(torch.arange(sequences, device=self.ids_BS.device).repeat_interleave(positions))
 
     def route(self, layer: int, num_tokens: int, top_k: int) -> Tensor | None:
-        """Return the recorded ``expert_ids_TK`` of a layer, or None. Raises ContractError on a wrong shape or dtype."""
+        """Recorded ``expert_ids_TK`` of a layer, or None. Raises ContractError on a wrong shape or dtype."""
         ids_TK = None if self.routes is None else self.routes.get(layer)
         if ids_TK is None:
             return None
@@ -206,7 +206,7 @@ class ExpertBatch:
 
     @classmethod
     def of(cls, rows: tuple[Tensor, Tensor], groups: Grouping, stats: Mapping[str, Tensor] | None = None) -> Self:
-        """Return a batch of rows and their weights, grouped by ``groups``."""
+        """Batch of rows and their weights, grouped by ``groups``."""
         return cls(
             rows_RD=rows[0],
             row_weights_R=rows[1],

@@ -73,7 +73,7 @@ class Block(nn.Module):
         self._mlp_norm = context.region("mlp_norm", self.mlp_norm.__call__)
 
     def forward(self, stream: Stream) -> Stream:
-        """Return the residual stream behind the block."""
+        """Residual stream behind the block."""
         behind: Stream = straight(self.phases)(stream)
         return behind
 
@@ -115,7 +115,7 @@ class MoEBlock(Block):
         self.phases = context.layer((*self.before(), *moe.phases(self.attend_and_send, self.collect_and_add)))
 
     def before(self) -> tuple[Phase, ...]:
-        """Return the phases before attention."""
+        """Phases before attention."""
         return ()
 
     def attend_and_send(self, stream: Stream) -> Sent:

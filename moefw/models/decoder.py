@@ -34,13 +34,13 @@ class Decoder(Sizes, ModelPlugin):
 
     @classmethod
     def presets(cls) -> Mapping[str, Mapping[str, Any]]:
-        """Return named sizes."""
+        """Named sizes."""
         by_name = {name: preset_sections(name) for name in PRESETS}
         return {name: sections["model"] for name, sections in by_name.items() if sections is not None}
 
     @classmethod
     def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]] | None:
-        """Return the sections of a spec that a preset fills; None: it is unknown.
+        """Sections of a spec that a preset fills; None: it is unknown.
 
         ``preset``: a name, or the path of a ``config.json`` of Hugging Face or of its folder.
         """
@@ -48,7 +48,7 @@ class Decoder(Sizes, ModelPlugin):
         return sections_of(Path(preset)) if is_path else preset_sections(preset)
 
     def dims(self) -> Dims:
-        """Return the sizes of the MoE layers."""
+        """Sizes of the MoE layers."""
         return Dims(
             model_dim=self.dim,
             expert_dim=self.expert_dim,
@@ -127,7 +127,7 @@ class Decoder(Sizes, ModelPlugin):
                 yield moefw.Problem(problem, "Leave it out, or use kind: clamped_swiglu.", f"activation.{name}")
 
     def build(self, context: moefw.ModelContext) -> Any:
-        """Return the transformer."""
+        """Transformer."""
         from moefw.models.transformer import Transformer
 
         return Transformer(self, context)

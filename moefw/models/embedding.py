@@ -43,7 +43,7 @@ class Embedding(nn.Module, Named):
         self.weight = nn.Parameter(torch.empty(num_rows, dim))
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        """Return ``(t, D)`` for this rank's part of the tokens; ``ids_T`` are those of all tokens."""
+        """``(t, D)`` for this rank's part of the tokens; ``ids_T`` are those of all tokens."""
         if self.tp.size == 1:
             return lookup(self.weight, ids_T, self.pad_row)
         own_T = ids_T - self.tp.index * len(self.weight)
@@ -57,7 +57,7 @@ class Embedding(nn.Module, Named):
 
 
 def lookup(weight_VD: Tensor, rows_N: Tensor, pad_row: int | None) -> Tensor:
-    """Return the rows ``(N, D)`` of a weight. ``pad_row`` gets no gradient."""
+    """Rows ``(N, D)`` of a weight. ``pad_row`` gets no gradient."""
     if has_plain_gradient(weight_VD):
         return F.embedding(rows_N, weight_VD, pad_row)
     rows_ND: Tensor = _Lookup.apply(weight_VD, rows_N, pad_row)  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def cross_entropy(logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Tensor:
-    """Return the loss of this rank's part of the tokens, summed in fp32.
+    """Loss of this rank's part of the tokens, summed in fp32.
 
     ``logits_Tv``: all tokens, this rank's part of the vocabulary. ``labels_T``: -100 for tokens without loss.
     """
@@ -134,13 +134,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _shares(logits_Tv: Tensor, label_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shares and losses. The largest share is that of the largest logit, ``1 / sum exp(z - max)``."""
+    """Shares and losses. The largest share is that of the largest logit, ``1 / sum exp(z - max)``."""
     shares_Tv = logits_Tv.softmax(1, dtype=torch.float32)
     return shares_Tv, logits_Tv.amax(1).float() - label_T - shares_Tv.amax(1).log()
 
 
 def _split_shares(logits_Tv: Tensor, label_T: Tensor, absent_T: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Return shares and losses of a vocabulary that is split over tp. ``absent_T``: another rank has the label."""
+    """Shares and losses of a vocabulary that is split over tp. ``absent_T``: another rank has the label."""
     peak_T = logits_Tv.amax(1).float()
     dist.all_reduce(peak_T, dist.ReduceOp.MAX, group=tp.group)
     shares_Tv = (logits_Tv - peak_T.unsqueeze(1)).exp_()

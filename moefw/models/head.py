@@ -31,7 +31,7 @@ class Head(nn.Module, Named):
         self.weight = nn.Parameter(torch.empty(vocab_size // tp.size, dim))
 
     def forward(self, x_TD: Tensor, labels_NT: Tensor | None = None, chunk: int = 0) -> Tensor:
-        """Return logits ``(T, v)``, or with labels, :func:`losses` ``(N, t)``."""
+        """Logits ``(T, v)``, or with labels, :func:`losses` ``(N, t)``."""
         if labels_NT is None:
             return linear(x_TD, self.weight, self.precision)
         return losses(x_TD, self.weight, labels_NT, precision=self.precision, tp=self.tp, chunk=chunk)
@@ -44,7 +44,7 @@ class Head(nn.Module, Named):
 def losses(
     x_MD: Tensor, weight_vD: Tensor, labels_NT: Tensor, *, precision: Precision, tp: TensorParallel, chunk: int
 ) -> Tensor:
-    """Return the cross entropy ``(N, t)``, fp32, of this rank's part of the tokens; 0 where the label is -100.
+    """Cross entropy ``(N, t)``, fp32, of this rank's part of the tokens; 0 where the label is -100.
 
     At most ``chunk`` of the M = N T rows have logits at a time, in fp32; backward computes them again. ``x_MD`` and
     ``labels_NT`` are of all tokens, ``weight_vD`` is this rank's part of the vocabulary. ``precision`` must not be
@@ -119,7 +119,7 @@ def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
 
 
 def _of_all_parts(log_sums_M: Tensor, label_M: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Return the logarithms of the sums over the whole vocabulary, and the logits of the labels."""
+    """Logarithms of the sums over the whole vocabulary, and the logits of the labels."""
     peak_M = log_sums_M.clone()
     dist.all_reduce(peak_M, dist.ReduceOp.MAX, group=tp.group)
     sums_2M = torch.stack([(log_sums_M - peak_M).exp_(), label_M])
@@ -128,7 +128,7 @@ def _of_all_parts(log_sums_M: Tensor, label_M: Tensor, tp: TensorParallel) -> tu
 
 
 def _of_all_tokens(grad_Nt: Tensor, tp: TensorParallel) -> Tensor:
-    """Return the gradients of all tokens, ``(N, T)``, given those of each rank's part."""
+    """Gradients of all tokens, ``(N, T)``, given those of each rank's part."""
     if tp.group is None:
         return grad_Nt
     by_rank = grad_Nt.new_empty(tp.size, *grad_Nt.shape)

@@ -37,7 +37,7 @@ class SwiGLU(nn.Module):
         self.down_proj = RowParallelLinear(hidden_dim, dim, down, tp)
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        """Return ``(t, D)`` for this rank's part of the tokens of ``batch``."""
+        """``(t, D)`` for this rank's part of the tokens of ``batch``."""
         x_TD = self.tp.gather(x_tD)
         rows = batch.rows
         shared = SharedInput(x_TD)
@@ -57,7 +57,7 @@ class GatedSharedExpert(nn.Module):
         self.gate = nn.Parameter(torch.empty(dim))
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        """Return ``(t, D)`` for this rank's part of the tokens of ``batch``."""
+        """``(t, D)`` for this rank's part of the tokens of ``batch``."""
         gate_t = torch.mv(x_tD, self.gate.to(x_tD.dtype)).sigmoid()
         out_tD: Tensor = gate_t.unsqueeze(1) * self.mlp(x_tD, batch)
         return out_tD

@@ -42,7 +42,7 @@ class MTPBlock(MoEBlock):
         self.eh_proj = project
 
     def before(self) -> tuple[Phase, ...]:
-        """Return the phase that makes the block's input."""
+        """Phase that makes the block's input."""
         return (self.look_ahead,)
 
     def look_ahead(self, stream: Stream) -> Stream:
@@ -57,14 +57,14 @@ class MTPBlock(MoEBlock):
 
 
 def labels_of_next(batch: Batch) -> Tensor:
-    """Return the label of each token, ``(B, S)``; -100 (no loss) for padding."""
+    """Label of each token, ``(B, S)``; -100 (no loss) for padding."""
     if batch.mask_BS is None:
         return batch.labels_BS
     return batch.labels_BS.masked_fill(~batch.mask_BS, IGNORED)
 
 
 def ids_ahead(batch: Batch, depth: int) -> Tensor:
-    """Return the id of the token ``depth`` positions ahead of each, ``(B, S)``; 0 where its sequence does not hold it.
+    """Id of the token ``depth`` positions ahead of each, ``(B, S)``; 0 where its sequence does not hold it.
 
     The token behind a sequence is the label of its last one.
     """
@@ -78,7 +78,7 @@ def ids_ahead(batch: Batch, depth: int) -> Tensor:
 
 
 def labels_ahead(batch: Batch, depth: int) -> Tensor:
-    """Return the label ``depth`` positions ahead of each token, ``(B, S)``.
+    """Label ``depth`` positions ahead of each token, ``(B, S)``.
 
     It is -100 (no loss) beyond the sequence, in another document, and where either token is padding.
     """
@@ -92,12 +92,12 @@ def labels_ahead(batch: Batch, depth: int) -> Tensor:
 
 
 def _goes_on(documents_BS: Tensor, steps: int) -> Tensor:
-    """Return whether the document of each token goes on for so many positions: bool ``(B, S)``."""
+    """Whether the document of each token goes on for so many positions: bool ``(B, S)``."""
     return _shifted(documents_BS, steps, -1) == documents_BS
 
 
 def _shifted(values_BS: Tensor, steps: int, fill: int) -> Tensor:
-    """Return the values ``steps`` positions ahead, and ``fill`` beyond the end."""
+    """Values ``steps`` positions ahead, and ``fill`` beyond the end."""
     steps = min(steps, values_BS.shape[1])
     beyond = values_BS.new_full((len(values_BS), steps), fill)
     return torch.cat([values_BS[:, steps:], beyond], dim=1)

@@ -20,7 +20,7 @@ class Past:
 
     @classmethod
     def of(cls, tokens: int, layers: Mapping[int, Any], blocks: nn.ModuleList, *, padding: int) -> Past:
-        """Return the past of ``tokens`` tokens, of which each attention keeps what lies within its reach.
+        """Past of ``tokens`` tokens, of which each attention keeps what lies within its reach.
 
         ``layers``: what the attention of each layer returned, with ``padding`` positions behind the tokens.
         """
@@ -32,7 +32,7 @@ class Past:
 
 
 def within_reach(tensors: Any, reach: int | None, padding: int) -> Any:
-    """Return the last ``reach`` positions of a tree of tensors ``(..., positions, width)``; None: all of them.
+    """Last ``reach`` positions of a tree of tensors ``(..., positions, width)``; None: all of them.
 
     ``padding``: the positions behind them that are cut off before.
     """

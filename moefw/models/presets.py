@@ -106,7 +106,7 @@ TWIN: Final = "-tiny"
 
 
 def preset_sections(name: str) -> Mapping[str, Mapping[str, Any]] | None:
-    """Return the sections of a spec that the name of a model, or of its small twin, fills; None: it is unknown."""
+    """Sections of a spec that the name of a model, or of its small twin, fills; None: it is unknown."""
     published = name if name in PUBLISHED else name.removesuffix(TWIN)
     if published not in PUBLISHED:
         return None

@@ -29,7 +29,7 @@ class Readable(Protocol):
     layers: nn.ModuleList
 
     def predictions(self, stream: Stream) -> Sequence[Tensor]:
-        """Return logits ``(T, v)`` of all tokens, for this rank's part of the vocabulary."""
+        """Logits ``(T, v)`` of all tokens, for this rank's part of the vocabulary."""
 
 
 @final
@@ -56,12 +56,12 @@ class Reading:
         return not is_cut and all(isinstance(attention, CachedAttention) for attention in attentions)
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
-        """Return ``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp."""
+        """``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp."""
         logits_BSV, stream = self._read(batch, past=None)
         return logits_BSV, stream.layers
 
     def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:
-        """Return ``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. Collective over pp.
+        """``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. Collective over pp.
 
         Raises ContractError if the batch has padding or documents.
         """
@@ -98,7 +98,7 @@ class Reading:
 
 
 def padded(batch: Batch, padding: int) -> Batch:
-    """Return a batch with ``padding`` masked positions behind each sequence; the batch itself for 0."""
+    """Batch with ``padding`` masked positions behind each sequence; the batch itself for 0."""
     if not padding:
         return batch
     mask_BS = batch.mask_BS

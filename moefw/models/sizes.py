@@ -43,7 +43,7 @@ class Sizes:
     zero_init: bool = False
 
     def moe_layers(self) -> Sequence[int]:
-        """Return the numbers of the layers with experts. Those that predict further tokens are behind all others."""
+        """Numbers of the layers with experts. Those that predict further tokens are behind all others."""
         layers = range(self.num_dense_layers, self.num_layers + self.mtp_layers)
         if not self.dense_layers:
             return layers

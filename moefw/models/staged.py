@@ -31,16 +31,16 @@ class Stageable(Protocol):
     residual_dtype: torch.dtype
 
     def enter(self, stage: Stage, batch: Batch, arrived: Sequence[Tensor] = (), *, with_mtp: bool = True) -> Stream:
-        """Return the stream with which a stage begins."""
+        """Stream with which a stage begins."""
 
     def phases_of(self, layer: int) -> tuple[Phase, ...]:
-        """Return the phases of one layer."""
+        """Phases of one layer."""
 
     def leave(self, stage: Stage, stream: Stream) -> Passed | Output:
-        """Return the output of a stage, given the end of its stream."""
+        """Output of a stage, given the end of its stream."""
 
     def end(self, stream: Stream) -> Output:
-        """Return the losses, given the end of the last stage's stream."""
+        """Losses, given the end of the last stage's stream."""
 
 
 @final
@@ -82,7 +82,7 @@ class StagedForward:
         return tuple(torch.empty(shape, dtype=model.residual_dtype, device=device) for _ in range(num_tensors))
 
     def evaluate(self, batch: Batch) -> Output:
-        """Return the losses in the last stage, zero in the others. Collective over pp."""
+        """Losses in the last stage, zero in the others. Collective over pp."""
         output, stream = self.relay(batch, self._model.end)
         if output is None:
             zero = torch.zeros((), device=batch.ids_BS.device)

@@ -83,7 +83,7 @@ class Transformer(nn.Module):
     # The forward.
 
     def forward(self, batch: Batch) -> Output:
-        """Return the summed losses of a micro-batch, and statistics of its MoE layers.
+        """Summed losses of a micro-batch, and statistics of its MoE layers.
 
         In training, these are the losses of the next token, of further ones, and of routers; in evaluation, that of the
         next token. A pipeline only evaluates like this: the last stage has the loss, the others zero. Collective over
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
         return self.end(stream)
 
     def enter(self, stage: Stage, batch: Batch, arrived: Sequence[Tensor] = (), *, with_mtp: bool = True) -> Stream:
-        """Return the stream with which a stage begins: embedded tokens, or what ``arrived`` from the stage before.
+        """Stream with which a stage begins: embedded tokens, or what ``arrived`` from the stage before.
 
         ``arrived``: ``(t, D)`` each. Each rank of cp gets its positions of the tokens, of tp its part of these.
         ``with_mtp``: also embed the tokens ahead, for layers of the stage that predict further tokens.
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
         return replace(stream, hidden=(self.norm(stream.x_TD),))
 
     def end(self, stream: Stream) -> Output:
-        """Return the loss of the tokens that are neither padding nor masked, and those of the tokens ahead."""
+        """Loss of the tokens that are neither padding nor masked, and those of the tokens ahead."""
         assert stream.labels_NT is not None
         loss_sum, *further = self._losses(stream)
         num_tokens = (stream.batch.own(stream.labels_NT[0]) != IGNORED).sum()
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
         return [cross_entropy(logits_Tv, labels_T, self.tp) for logits_Tv, labels_T in pairs]
 
     def predictions(self, stream: Stream) -> Sequence[Tensor]:
-        """Return logits ``(T, v)`` of all tokens for this rank's part of the vocabulary: next token, further ones."""
+        """Logits ``(T, v)`` of all tokens for this rank's part of the vocabulary: next token, further ones."""
         return _parts(self._of_head(stream), len(stream.hidden))
 
     def _of_head(self, stream: Stream, labels_NT: Tensor | None = None, chunk: int = 0) -> Tensor:
@@ -211,12 +211,12 @@ class Transformer(nn.Module):
         return (lambda batch: self.enter(stage, batch), *layers, self.end)
 
     def phases_of(self, layer: int) -> tuple[Phase, ...]:
-        """Return the phases of one layer on this rank, with the norm behind the last that predicts the next token."""
+        """Phases of one layer on this rank, with the norm behind the last that predicts the next token."""
         block: Any = self.layers[layer]
         return (*block.phases, self.normalise) if layer == self.options.num_layers - 1 else block.phases
 
     def leave(self, stage: Stage, stream: Stream) -> Passed | Output:
-        """Return the output of a stage, given the end of its stream."""
+        """Output of a stage, given the end of its stream."""
         if stage.is_last:
             return self.end(stream)
         return Passed(tensors=stream.passed, layers=stream.layers)
@@ -232,14 +232,14 @@ class Transformer(nn.Module):
         return self._reading.keeps_past
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
-        """Return ``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp.
+        """``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp.
 
         S need not be a multiple of tp or cp.
         """
         return self._reading.logits(batch)
 
     def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:
-        """Return ``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. None: they are first.
+        """``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. None: they are first.
 
         Only if ``keeps_past``. Raises ContractError if the batch has padding or documents. Collective over pp.
         """
@@ -304,7 +304,7 @@ class Transformer(nn.Module):
         return moe
 
     def init_std(self, name: str) -> float | None:
-        """Return the standard deviation of initial values by canonical name; None means ones (norms)."""
+        """Standard deviation of initial values by canonical name; None means ones (norms)."""
         options = self.options
         *_, kind, leaf = name.split(".")
         if leaf == "bias":

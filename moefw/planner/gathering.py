@@ -103,7 +103,7 @@ class Gathering:
         name: str,
         apart: Set[nn.Parameter],
     ) -> Unit | None:
-        """Return a unit of the module's parameters that are in none yet, or None if no other rank shares them."""
+        """Unit of the module's parameters that are in none yet, or None if no other rank shares them."""
         rows = self.layout.plan.copies(self.layout.rank, side)
         if len(rows[0]) == 1:
             return None
@@ -201,11 +201,11 @@ class Unit:
         return tuple(-(-size // self.shards) if axis == dim else size for axis, size in enumerate(shape))
 
     def _dim(self, sharded: _Sharded) -> int:
-        """Return the dimension along which a parameter is sharded: the first one if a codec encodes its rows."""
+        """Dimension along which a parameter is sharded: the first one if a codec encodes its rows."""
         return 0 if sharded.codec is not None else even_dim(sharded.parameter.shape, self.shards)
 
     def _padded(self, rows: int, dim: int) -> int:
-        """Return the size of the first dimension with padding: FSDP pads only along the first one."""
+        """Size of the first dimension with padding: FSDP pads only along the first one."""
         return rows if dim else -(-rows // self.shards) * self.shards
 
     def _become_gathered(self) -> None:
@@ -363,7 +363,7 @@ class Unit:
             self.order.gathered = arrived
 
     def _all_gather(self) -> Tensor:
-        """Return the flat buffer of an all-gather. What it sends is made before, and freed when it has arrived."""
+        """Flat buffer of an all-gather. What it sends is made before, and freed when it has arrived."""
         if self._codes is None:
             with made_for_step():
                 self._codes = torch.empty(self._encoded, dtype=torch.uint8)
@@ -377,7 +377,7 @@ class Unit:
         return arrived
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """Return memory that FSDP allocates for gathered parameters."""
+        """Memory that FSDP allocates for gathered parameters."""
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         self.sharding.recorder.label([buffer], GATHERED)
         return buffer

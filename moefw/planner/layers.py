@@ -26,13 +26,13 @@ class InPhases(Protocol):
     stages: Sequence[ModelStage]
 
     def enter(self, stage: Stage, batch: Any, arrived: Any = ()) -> Any:
-        """Return the input of a stage's first layer, given what arrives from the stage before."""
+        """Input of a stage's first layer, given what arrives from the stage before."""
 
     def phases_of(self, layer: int) -> Sequence[Phase]:
-        """Return the phases of one layer."""
+        """Phases of one layer."""
 
     def leave(self, stage: Stage, value: Any) -> Any:
-        """Return the output of a stage, given that of its last layer."""
+        """Output of a stage, given that of its last layer."""
 
 
 @frozen
@@ -49,7 +49,7 @@ class RunLayer:
 
 
 def run_layers(assembly: Assembly, model: InPhases) -> list[RunLayer]:
-    """Return the layers that are run. Both neighbours of one that stands for others are like it.
+    """Layers that are run. Both neighbours of one that stands for others are like it.
 
     So whatever its memory owes to the layer before or behind it, such as a unit that FSDP gathers ahead, is that of any
     layer inside a row of layers that are alike.
@@ -62,7 +62,7 @@ def run_layers(assembly: Assembly, model: InPhases) -> list[RunLayer]:
 
 
 def _run_of_row(numbers: list[int]) -> list[RunLayer]:
-    """Return those that run of a row of layers that are alike: three at most. The middle one stands for the rest."""
+    """Those that run of a row of layers that are alike: three at most. The middle one stands for the rest."""
     if len(numbers) <= 3:
         return [RunLayer(number) for number in numbers]
     first, middle, *_, last = numbers
@@ -70,7 +70,7 @@ def _run_of_row(numbers: list[int]) -> list[RunLayer]:
 
 
 def unlike_positions(assembly: Assembly, micro_batches: int) -> list[int]:
-    """Return the positions on pp to measure: of those with stages that are alike, the one with most in flight."""
+    """Positions on pp to measure: of those with stages that are alike, the one with most in flight."""
     if len(assembly.stages) == 1:
         return [0]
     order = assembly.parts.pipeline.order(len(assembly.stages), micro_batches)
@@ -85,12 +85,12 @@ def unlike_positions(assembly: Assembly, micro_batches: int) -> list[int]:
 
 
 def _kind(assembly: Assembly, model: InPhases, number: int) -> Any:
-    """Return what is equal for layers that are alike: class of the module, and facts."""
+    """Key that layers of one kind share: class of the module, and facts."""
     return type(model.layers[number]), _facts(assembly, number)
 
 
 def _facts(assembly: Assembly, number: int) -> Any:
-    """Return what a spec says about a layer, to be compared.
+    """Description of a layer by its spec, to be compared.
 
     The facts of its MoE layer, the modules that its recipe keeps in high precision, and whether it predicts a token
     further ahead. A recipe may count layers from the end, by a negative number.

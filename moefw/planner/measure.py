@@ -38,7 +38,7 @@ WEIGHTS: Final = "weights"
 
 
 def measure(assembly: Assembly, micro_batches: int) -> Ledger:
-    """Return the ledger of a rank for steps of ``micro_batches``: at the position on pp that needs most memory.
+    """Ledger of a rank for steps of ``micro_batches``: at the position on pp that needs most memory.
 
     Routing is even. The ledger has no peak if a part raises MoefwError or RuntimeError, the errors of what is missing
     or needs values.
@@ -63,7 +63,7 @@ def try_to_build(assembly: Assembly) -> str:
 
 
 def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
-    """Return the ledger of a rank at a position on pp, for steps of ``count`` micro-batches."""
+    """Ledger of a rank at a position on pp, for steps of ``count`` micro-batches."""
     try:
         ledger = _ledger(assembly, count, position)
     except (MoefwError, RuntimeError) as error:
@@ -79,7 +79,7 @@ def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
 
 
 def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
-    """Return the ledger at a position. Its peak is that of a micro-batch or that of the update, if this is larger.
+    """Ledger at a position. Its peak is that of a micro-batch or that of the update, if this is larger.
 
     A micro-batch behind the first one begins with gradients, and needs more than the first. In a pipeline, a pass
     before there are gradients may have more micro-batches in flight than any pass later, so there both are measured.
@@ -105,7 +105,7 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
 
 
 def _held(assembly: Assembly, count: int, position: int) -> Ledger:
-    """Return a ledger with what is known without running a micro-batch."""
+    """Ledger with what is known without running a micro-batch."""
     with _recorded(assembly, count, position, gradients=False) as (batch, layout, shared):
         return _with_held(batch, layout, shared, count)
 
@@ -134,7 +134,7 @@ def _recorded(
 
 
 def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> Ledger:
-    """Return a ledger with what the rank holds all the time. Builds an optimizer and makes a step with it."""
+    """Ledger with what the rank holds all the time. Builds an optimizer and makes a step with it."""
     train = batch.assembly.spec.train
     model = batch.model
     tokens = train.micro_batch * train.seq_len
@@ -169,20 +169,20 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
 
 
 def _summed_flat(family: Family, layout: Layout, stored: Mapping[nn.Parameter, int]) -> int:
-    """Return the bytes of the one buffer in which a family's gradients are added up over ranks; 0 if on one rank."""
+    """Bytes of the one buffer in which a family's gradients are added up over ranks; 0 if on one rank."""
     if layout.size(*family.summed_over) == 1:
         return 0
     return sum(stored[parameter] for parameter in family.parameters)
 
 
 def _labelled(batch: MicroBatch, kind: str) -> int:
-    """Return the bytes of the storages in use that have a label."""
+    """Bytes of the storages in use that have a label."""
     recorder = batch.recorder
     return sum(life.nbytes for life in recorder.alive(recorder.now) if life.kind == kind)
 
 
 def _regions(batch: MicroBatch) -> tuple[RegionTotals, ...]:
-    """Return the bytes between forward and backward, by kind of layer and region.
+    """Bytes between forward and backward, by kind of layer and region.
 
     Bytes of a layer that ran count for all layers that it stands for, except those of a pool: it holds the tensors of
     all layers.
@@ -227,7 +227,7 @@ def _kind_of_layer(assembly: Assembly, number: int | None) -> str:
 def _with_bytes_without_policies(
     rows: tuple[RegionTotals, ...], without_policies: tuple[RegionTotals, ...]
 ) -> tuple[RegionTotals, ...]:
-    """Return the rows, each with the bytes that the region saves without policies, from a second measurement.
+    """Rows, each with the bytes that the region saves without policies, from a second measurement.
 
     A region that saves only without policies becomes a row of its own.
     """
@@ -240,7 +240,7 @@ def _with_bytes_without_policies(
 
 
 def _that_builds(assembly: Assembly) -> Assembly:
-    """Return an assembly with the same parameters and optimizer that builds on any machine. It cannot run.
+    """Assembly with the same parameters and optimizer that builds on any machine. It cannot run.
 
     It has no dispatcher, no memory policies for activations, and in all modules the precision's fallback.
     """

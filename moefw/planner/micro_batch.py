@@ -113,7 +113,7 @@ class MicroBatch:
         return self.sharding.units if self.sharding else ()
 
     def stored(self, parameter: nn.Parameter) -> Sequence[int]:
-        """Return the shape of what this rank stores of a parameter, in fp32."""
+        """Shape of what this rank stores of a parameter, in fp32."""
         if self.sharding is None:
             return parameter.shape
         return self.sharding.shards.get(parameter, parameter.shape)
@@ -128,7 +128,7 @@ class MicroBatch:
             yield
 
     def operands(self) -> int:
-        """Return the bytes of the operands that micro-batches share, those of layers that did not run included."""
+        """Bytes of the operands that micro-batches share, those of layers that did not run included."""
         num_alike: dict[int | None, int] = {layer.number: layer.stands_for for layer in self.layers}
         operands = [life for life in self.recorder.alive(self.recorder.now) if life.kind == OPERANDS]
         return sum(life.nbytes * num_alike.get(life.made_in.layer, 1) for life in operands)
@@ -293,7 +293,7 @@ class MicroBatch:
         return self._reduced == "step"
 
     def main_gradients(self) -> int:
-        """Return the bytes of all gradients between micro-batches."""
+        """Bytes of all gradients between micro-batches."""
         shards = {} if self.sharding is None else self.sharding.shards
         nbytes = 0
         for parameter in self.model.parameters():
@@ -304,12 +304,12 @@ class MicroBatch:
         return nbytes
 
     def _summed(self, parameter: nn.Parameter) -> Sequence[int]:
-        """Return the shape in which micro-batches add up the gradient of a parameter."""
+        """Shape in which micro-batches add up the gradient of a parameter."""
         return self.stored(parameter) if self._reduced == "micro_batch" else parameter.shape
 
 
 def as_trained(batch: Batch, train: TrainSpec) -> Batch:
-    """Return the batch with positions, documents and mask, if ``train`` masks documents; otherwise as it is.
+    """Batch with positions, documents and mask, if ``train`` masks documents; otherwise as it is.
 
     Each sequence is one document. With packing, the batch becomes one row, a full pack: of its sequences where packing
     is ``static``, otherwise of one document as long as all of them.

@@ -111,7 +111,7 @@ class Operations(Mode):
         done.nbytes += nbytes
 
     def _done_here(self) -> _Done:
-        """Return the record of the running place and phase."""
+        """Record of the running place and phase."""
         places = self.recorder.places
         if is_done_for_step():
             phase = "once"
@@ -194,7 +194,7 @@ class Operations(Mode):
         self.sent(kind, ranks, dict.fromkeys(range(len(ranks)), nbytes))
 
     def _name(self, ranks: Sequence[int]) -> str:
-        """Return the axes whose group these ranks are; where there are none, the number of ranks."""
+        """Axes whose group these ranks are; where there are none, the number of ranks."""
         plan = self.layout.plan
         single_axes = [(axis,) for axis in plan.sizes]
         combined_axes = [("ep", "etp"), *COPIES.values(), STAGE]
@@ -220,7 +220,7 @@ class Operations(Mode):
 
 
 def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the bytes that an operator reads and writes. A tensor that changes in place is both."""
+    """Bytes that an operator reads and writes. A tensor that changes in place is both."""
     if func.name() == _INTO_THE_GATHERED:
         return 2 * sum(map(_nbytes, args[0]))
     written = None if "out" in kwargs else result
@@ -231,5 +231,5 @@ def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor. An expanded one has no more than its storage."""
+    """Bytes of a tensor. An expanded one has no more than its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

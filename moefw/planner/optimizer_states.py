@@ -24,7 +24,7 @@ class States:
 
 
 def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
-    """Return the states of all parameters, measured while an optimizer is built and makes one step.
+    """States of all parameters, measured while an optimizer is built and makes one step.
 
     The optimizer gets parameters of this rank's shapes, fp32 without values, in a module with the model's names. Those
     of a layer that did not run are left out: the layer that stands for it counts that many times.
@@ -67,7 +67,7 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
 
 
 def _num_alike(batch: MicroBatch) -> dict[nn.Parameter, int]:
-    """Return the number of parameters that each parameter of a layer stands for; 0: its layer does not run.
+    """Number of parameters that each parameter of a layer stands for; 0: its layer does not run.
 
     Parameters outside of layers are not in it. It is empty if all layers run.
     """
@@ -93,7 +93,7 @@ def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _most_temporary(batch: MicroBatch, since: int) -> int:
-    """Return the maximum of the bytes in use that were allocated after a moment and are free now."""
+    """Maximum of the bytes in use that were allocated after a moment and are free now."""
     recorder = batch.recorder
     changes = [0] * (recorder.now + 1 - since)
     for life in recorder.lives:

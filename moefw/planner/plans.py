@@ -23,7 +23,7 @@ from moefw.planner.report import Ledger
 
 
 def ledger(assembly: Assembly, *, micro_batches: int | None = None, cache: Path | None = None) -> Ledger:
-    """Return the ledger of a rank. ``micro_batches`` None: as many as the spec has.
+    """Ledger of a rank. ``micro_batches`` None: as many as the spec has.
 
     ``cache``: folder of earlier ledgers, under a digest of everything that they depend on; None: measure.
     """
@@ -62,7 +62,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _stored(path: Path) -> Ledger | None:
-    """Return the ledger in a file of the cache; None if it is missing, or not as :func:`_store` wrote it."""
+    """Ledger in a file of the cache; None if it is missing, or not as :func:`_store` wrote it."""
     try:
         entry = json.loads(path.read_bytes())
         if entry["sha256"] != _hash(entry["ledger"]):
@@ -94,7 +94,7 @@ def _hash(data: Any) -> str:
 
 
 def _digest(assembly: Assembly, count: int) -> str:
-    """Return a hash of what a ledger depends on: spec, world, facts, versions, code of the parts and of moefw."""
+    """Hash of what a ledger depends on: spec, world, facts, versions, code of the parts and of moefw."""
     facts = [[number, sorted(layer.facts.items())] for number, layer in assembly.layers.items()]
     versions = [importlib.metadata.version("torch"), sys.version]
     return _hash([assembly.digest(), count, assembly.site.ranks_per_node, repr(facts), versions, [*_sources(assembly)]])
@@ -111,7 +111,7 @@ def _sources(assembly: Assembly) -> Iterator[Any]:
 
 
 def _files(name: str) -> list[Path]:
-    """Return the source files of a top-level module. Raises PlanError for code without a file, as in a notebook."""
+    """Source files of a top-level module. Raises PlanError for code without a file, as in a notebook."""
     module = sys.modules.get(name) or importlib.util.find_spec(name)
     folders = getattr(module, "__path__", None) or getattr(module, "submodule_search_locations", None)
     if folders:

@@ -166,12 +166,12 @@ class Ledger:
         return {column: sum(getattr(row, column) for row in self.regions) for column in COLUMNS}
 
     def to_data(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Plain data."""
         return {**asdict(self), "totals": self.totals, "peak_bytes": self.peak_bytes}
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Ledger:
-        """Return the ledger of :meth:`to_data`."""
+        """Ledger of :meth:`to_data`."""
         values = {field.name: data[field.name] for field in fields(cls)}
         values["held"] = Held(**data["held"])
         values["peak"] = None if data["peak"] is None else Peak(**data["peak"])

@@ -46,7 +46,7 @@ class Unconnected:
         self._operations = operations
 
     def steps(self, micro_batches: int) -> Sequence[Step]:
-        """Return the passes of one micro-batch: forward through all stages of the rank, and back."""
+        """Passes of one micro-batch: forward through all stages of the rank, and back."""
         steps: list[Step] = []
         for stage in self._own:
             if not stage.is_first and self.leaves(stage.index - 1, "forward"):
@@ -59,7 +59,7 @@ class Unconnected:
         return steps
 
     def leaves(self, stage: int, direction: Direction) -> bool:
-        """Return whether what a stage passes on leaves its rank."""
+        """Whether what a stage passes on leaves its rank."""
         return self._link.leaves(stage, direction)
 
     def send(self, stage: int, direction: Direction, tensors: Sequence[Tensor], *, number: int = 0) -> None:

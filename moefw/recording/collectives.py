@@ -73,7 +73,7 @@ WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 
 
 def collective_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Collective:
-    """Return the collective of an operator of ``c10d`` or ``_c10d_functional``. Raises ContractError if unknown."""
+    """Collective of an operator of ``c10d`` or ``_c10d_functional``. Raises ContractError if unknown."""
     name = f"{func.namespace}::{func.__name__.partition('.')[0]}"
     read = _READ.get(name)
     if read is None:
@@ -162,7 +162,7 @@ def _reduce_scatter_list(
 
 
 def _all_reduce(group: ProcessGroup, tensors: list[Tensor], operation: Any, *_: Any) -> _Fields:
-    """Return an all-reduce as a send of this rank's tensors to each peer, which reduces them locally."""
+    """All-reduce as a send of this rank's tensors to each peer, which reduces them locally."""
     sent = [tensor.detach().clone() for tensor in tensors]  # it writes its result over what it sends
     return {
         "kind": "all-reduce",
@@ -229,13 +229,13 @@ _READ: Final[Mapping[str, Callable[..., _Fields]]] = {
 
 
 def _split(tensor: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> dict[int, list[Tensor]]:
-    """Return the rows for each rank; without sizes, equal parts."""
+    """Rows for each rank; without sizes, equal parts."""
     equal_sizes = [len(tensor) // group.size()] * group.size()
     return _each(tensor.split(list(sizes or equal_sizes)))
 
 
 def _each(tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-    """Return one tensor for each rank, in their order."""
+    """One tensor for each rank, in their order."""
     return {rank: [tensor] for rank, tensor in enumerate(tensors)}
 
 
@@ -245,5 +245,5 @@ def _reduced_into_result(group: ProcessGroup, operation: str) -> _Fields:
 
 
 def _kind_of(operation: Any) -> dist.ReduceOp.RedOpType:
-    """Return the reduce operation of an operator, which holds it as a number."""
+    """Reduce operation of an operator, which holds it as a number."""
     return dist.ReduceOp.RedOpType(operation.op())

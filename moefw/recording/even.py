@@ -39,7 +39,7 @@ class EvenChoice(Mode):
 
 
 def _spread(shape: torch.Size, dim: int, count: int) -> Tensor:
-    """Return indices below ``count``, int64, of shape ``shape``, that differ along ``dim``."""
+    """Indices below ``count``, int64, of shape ``shape``, that differ along ``dim``."""
     num_chosen = shape[dim]
     num_rows = shape.numel() // max(1, num_chosen)
     rows = torch.arange(num_rows)

@@ -86,7 +86,7 @@ class _RealIndices(Mode):
         return func(*args, **kwargs)
 
     def _created(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operator without tensor inputs; indices have values."""
+        """Result of an operator without tensor inputs; indices have values."""
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dtype in INDICES:
             with unset_fake_temporarily():
@@ -109,7 +109,7 @@ class _RealIndices(Mode):
 
 
 def _read(tensor: Tensor) -> bool | float:
-    """Return the number that the host reads from a tensor without values. Raises ContractError for integers."""
+    """Number that the host reads from a tensor without values. Raises ContractError for integers."""
     if tensor.dtype is torch.bool:
         return True
     if tensor.is_floating_point():
@@ -119,7 +119,7 @@ def _read(tensor: Tensor) -> bool | float:
 
 
 def _grouped(args: Any, kwargs: Any) -> Tensor:
-    """Return a grouped product of fake tensors of any dtype. PyTorch infers its shape only for bf16."""
+    """Grouped product of fake tensors of any dtype. PyTorch infers its shape only for bf16."""
     narrow_args, narrow_kwargs = tree_map_only(FakeTensor, _narrow, (args, kwargs))
     product: Tensor = torch.ops.aten._grouped_mm.default(*narrow_args, **narrow_kwargs)
     return product.new_empty(product.shape, dtype=args[0].dtype)

@@ -27,7 +27,7 @@ class Mode(TorchDispatchMode):
 
 
 def holds_dtensor(types: Collection[type]) -> bool:
-    """Return whether one of the types is a DTensor, without the second that importing it takes."""
+    """Whether one of the types is a DTensor, without the second that importing it takes."""
     tensor = sys.modules.get("torch.distributed.tensor") if types else None
     return tensor is not None and any(issubclass(kind, tensor.DTensor) for kind in types)
 

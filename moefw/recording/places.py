@@ -92,11 +92,11 @@ class Places:
             self._phase = phase_before
 
     def inside(self, region: str, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of a region, wrapped."""
+        """Function of a region, wrapped."""
         return self._marked(function, Place(_BUILD, region, layer))
 
     def around(self, region: str, layer: int, treated: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of a region under its memory policy, wrapped. Its inputs are reported."""
+        """Function of a region under its memory policy, wrapped. Its inputs are reported."""
         place = Place(_BUILD, region, layer)
 
         def report_inputs_and_call(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class Places:
         return self._marked(report_inputs_and_call, place)
 
     def _marked(self, function: Callable[..., Any], place: Place) -> Callable[..., Any]:
-        """Return a function, wrapped so that it runs in a place."""
+        """Function, wrapped so that it runs in a place."""
 
         def inside(*args: Any, **kwargs: Any) -> Any:
             self._inside.append(place)
@@ -127,7 +127,7 @@ class Places:
         return inside
 
     def _hooks(self) -> Any:
-        """Return hooks that report a tensor and then call the hooks in force, because hooks do not stack."""
+        """Hooks that report a tensor and then call the hooks in force, because hooks do not stack."""
         hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks_in_force is None:
             return saved_tensors_hooks(_ReportingPack(self, _without_graph), _unpacked)
@@ -145,7 +145,7 @@ class Places:
         self._border_places.append(self._inside[-1] if self._inside else Place(_BUILD))
 
     def _place_of_running_node(self) -> Place:
-        """Return the place where forward created the node that backward runs now."""
+        """Place where forward created the node that backward runs now."""
         node = torch._C._current_autograd_node()
         if node is None or not self._border_numbers:
             return Place(_BUILD)
@@ -167,7 +167,7 @@ class _ReportingPack:
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
-    """Return the tensor without its graph: a result that referenced its own graph would never be freed."""
+    """Tensor without its graph: a result that referenced its own graph would never be freed."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 

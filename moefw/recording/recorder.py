@@ -58,7 +58,7 @@ class Life:
     """Label, such as ``parameters``; None: no label."""
 
     def alive(self, moment: int) -> bool:
-        """Return whether the storage is in use at ``moment``."""
+        """Whether the storage is in use at ``moment``."""
         return self.began <= moment < self.ended
 
 
@@ -113,7 +113,7 @@ class Recorder(Mode):
             life.kind = life.kind or kind
 
     def is_off_device(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in host memory."""
+        """Whether a tensor lies in host memory."""
         return _storages(tensor) <= self._off_device
 
     def alive(self, moment: int) -> Iterator[Life]:
@@ -164,7 +164,7 @@ class Recorder(Mode):
                 self._lives[storage] = self._life_of_result(storage, tensor, func, arguments)
 
     def _is_view_of_unknown(self, storages: set[Storage], func: Any) -> bool:
-        """Return whether a tensor is in memory that no operator returned: a backend allocated it, as gloo does."""
+        """Whether a tensor is in memory that no operator returned: a backend allocated it, as gloo does."""
         is_view = getattr(func, "is_view", False) and func is not torch.ops.aten.lift_fresh.default
         return is_view and not any(storage in self._lives for storage in storages)
 
@@ -226,7 +226,7 @@ class Recorder(Mode):
 
 
 def _storages(tensor: Tensor) -> set[Storage]:
-    """Return the storages of a tensor, or of the tensors that a subclass wraps."""
+    """Storages of a tensor, or of the tensors that a subclass wraps."""
     if not is_traceable_wrapper_subclass(tensor):
         return {tensor.untyped_storage()}
     names, _ = tensor.__tensor_flatten__()

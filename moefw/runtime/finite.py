@@ -18,7 +18,7 @@ _TOLD: Final = 16
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds no NaN and no infinity. No copy is made of one that is contiguous."""
+    """Whether a tensor holds no NaN and no infinity. No copy is made of one that is contiguous."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.itemsize == 1:  # FP8 has no order in torch

@@ -93,14 +93,14 @@ class MoELayer(nn.Module):
         self._arrive = movement("dispatch", self._finish_dispatch, self._dispatch_again)
 
     def forward(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, LayerStats]:
-        """Return ``out_TD`` and the layer's statistics. T may be 0."""
+        """``out_TD`` and the layer's statistics. T may be 0."""
         sent = self.send(x_TD, batch)
         received = self.receive(sent)
         returning = self.compute(received)
         return self.collect(returning), returning.stats
 
     def phases(self, send: Phase, collect: Phase) -> tuple[Phase, ...]:
-        """Return the phases of :meth:`forward`, for a caller that does more at both ends.
+        """Phases of :meth:`forward`, for a caller that does more at both ends.
 
         ``send`` returns what :meth:`send` returns, and ``collect`` gets what :meth:`collect` gets: a block begins with
         attention and ends with the residual connection.

@@ -42,7 +42,7 @@ class Linear(nn.Module, Named):
         self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
 
     def forward(self, x: Tensor, rows: RowGroups | None = None, shared: SharedInput | None = None) -> Tensor:
-        """Return ``(..., out_dim)``, or this rank's part of it."""
+        """``(..., out_dim)``, or this rank's part of it."""
         weight = self.weight if self.rows is None else self.weight[self.rows]
         out = linear(x, weight, self.precision, rows, shared=shared)
         if self.bias is None:
@@ -74,7 +74,7 @@ class RowParallelLinear(nn.Module, Named):
         self.bias = nn.Parameter(torch.empty(out_dim)) if bias else None
 
     def forward(self, x_Ti: Tensor, rows: RowGroups | None = None) -> Tensor:
-        """Return ``(t, out_dim)`` for this rank's part of the tokens."""
+        """``(t, out_dim)`` for this rank's part of the tokens."""
         out_tO = self.tp.reduce(linear(x_Ti, self.weight, self.precision, rows))
         return out_tO if self.bias is None else out_tO + self.bias.to(out_tO.dtype)
 
@@ -95,10 +95,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` normalised over its last dimension, in its dtype."""
+        """``x`` normalised over its last dimension, in its dtype."""
         return rms_norm(x, self.weight, self.eps)
 
 
 def in_heads(x_TW: Tensor, batch: Batch, width: int) -> Tensor:
-    """Return ``(B, S, W / width, width)``: the tokens of ``batch``, their values in heads."""
+    """``(B, S, W / width, width)``: the tokens of ``batch``, their values in heads."""
     return x_TW.view(*batch.ids_BS.shape, x_TW.shape[-1] // width, width)

@@ -38,13 +38,13 @@ def by_parameter(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Canonica
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of routed experts, which are on the expert mesh."""
+    """Parameters of routed experts, which are on the expert mesh."""
     gemms = [module for module in model.modules() if isinstance(module, ExpertGemm)]
     return {parameter for gemm in gemms for parameter in gemm.parameters()}
 
 
 def by_side(model: nn.Module) -> dict[Side, dict[str, Stateful]]:
-    """Return the stateful parts by mesh and name, in the order of the layers."""
+    """Stateful parts by mesh and name, in the order of the layers."""
     experts = {part for gemm in _experts(model).values() for part in gemm.modules()}
     parts = {name: part for name, part in model.named_modules() if isinstance(part, Stateful)}
     return {
@@ -54,7 +54,7 @@ def by_side(model: nn.Module) -> dict[Side, dict[str, Stateful]]:
 
 
 def states(model: nn.Module) -> dict[Side, dict[str, Tensor]]:
-    """Return the saved state by mesh and canonical name. State of routed experts is split by expert."""
+    """Saved state by mesh and canonical name. State of routed experts is split by expert."""
     dense = by_side(model)["dense"].items()
     experts = _experts(model).items()
     return {
@@ -64,7 +64,7 @@ def states(model: nn.Module) -> dict[Side, dict[str, Tensor]]:
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the saved state by canonical name."""
+    """Saved state by canonical name."""
     return {name: tensor for side in states(model).values() for name, tensor in side.items()}
 
 
@@ -90,7 +90,7 @@ def _by_expert(experts: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def joined(part: Tensor, shard: Shard, group: ProcessGroup | None) -> Tensor:
-    """Return the whole tensor of which each rank of ``group`` holds a part. A scalar is whole. Collective."""
+    """Whole tensor of which each rank of ``group`` holds a part. A scalar is whole. Collective."""
     if not part.dim():
         return part
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(shard.count)]
@@ -124,7 +124,7 @@ def _draw(piece: Canonical, target: Tensor, seed: int, deviation: float | None) 
 
 
 def draw(name: str, shape: Sequence[int], deviation: float, *, seed: int) -> Tensor:
-    """Return fp32 values of a normal distribution cut at three deviations, the same for a name and seed.
+    """Fp32 values of a normal distribution cut at three deviations, the same for a name and seed.
 
     Values beyond are drawn again. Equal in every PyTorch version, unlike ``trunc_normal_``.
     """

@@ -15,7 +15,7 @@ Phase = Callable[[Any], Any]
 
 
 def straight(phases: Sequence[Phase]) -> Phase:
-    """Return one phase that runs the given ones in order."""
+    """One phase that runs the given ones in order."""
 
     def run(value: Any) -> Any:
         for phase in phases:
@@ -38,7 +38,7 @@ class PhaseCall:
         self._grads: list[Tensor | None] = []
 
     def run(self, phase: Phase, inputs: Any) -> Any:
-        """Return ``phase(inputs)``. Its graph ends at the inputs."""
+        """``phase(inputs)``. Its graph ends at the inputs."""
         leaves, structure = tree_flatten(inputs)
         indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if indices:

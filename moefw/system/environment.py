@@ -19,7 +19,7 @@ class EnvironmentReader:
         self.problems: list[Problem] = []
 
     def number(self, name: str, default: int, *, least: int = 0, most: int | None = None, fix: str = "") -> int:
-        """Return the number that ``name`` holds. ``default``: of a variable that is not set, or is wrong.
+        """Number that ``name`` holds. ``default``: of a variable that is not set, or is wrong.
 
         ``fix``: what the user is told to do; empty: to correct or to unset the variable.
         """
@@ -42,7 +42,7 @@ class EnvironmentReader:
 
 
 def ranks_of_this_machine(default: int) -> int:
-    """Return how many ranks of the run share this machine, as ``LOCAL_WORLD_SIZE`` says. Raises PlanError."""
+    """How many ranks of the run share this machine, as ``LOCAL_WORLD_SIZE`` says. Raises PlanError."""
     reader = EnvironmentReader()
     number = reader.number("LOCAL_WORLD_SIZE", default, least=1)
     reader.raise_problems()

@@ -65,7 +65,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 
 
 def hidden_name(parent: Path) -> Path:
-    """Return a new name for a folder in ``parent``, which counts as a leftover if no process holds a lock on it."""
+    """New name for a folder in ``parent``, which counts as a leftover if no process holds a lock on it."""
     return parent / f".moefw.{_host()}.{secrets.token_hex(8)}"
 
 
@@ -83,7 +83,7 @@ def lock_folder(descriptor: int, how: int = 0) -> None:
 
 
 def _private_folder(parent: Path) -> tuple[Path, int]:
-    """Return a new hidden folder of mode 0700, and a lock on it that ends with this process."""
+    """New hidden folder of mode 0700, and a lock on it that ends with this process."""
     while True:
         private = hidden_name(parent)
         private.mkdir(mode=0o700)
@@ -117,7 +117,7 @@ def _host() -> str:
 
 
 def temporary_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of temporary files: ``$TMPDIR``, else the system's. Raises PlanError if it cannot be written.
+    """Folder of temporary files: ``$TMPDIR``, else the system's. Raises PlanError if it cannot be written.
 
     ``tempfile`` alone would pass over a ``TMPDIR`` that cannot be written.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a regular file, or of one behind a link, of at most ``max_bytes``.
+    """Content of a regular file, or of one behind a link, of at most ``max_bytes``.
 
     Raises OSError, whose ``strerror`` says why: also of a pipe or a device, which may have no end.
     """

@@ -14,7 +14,7 @@ from moefw.core.plugin import Plugin
 
 
 def with_plugins(declarations: Iterable[type[Plugin]]) -> Registry:
-    """Return a registry of the installed plugins and these: the same one, and what it has loaded, every time.
+    """Registry of the installed plugins and these: the same one, and what it has loaded, every time.
 
     Raises PluginError if two have the same name.
     """
@@ -24,7 +24,7 @@ def with_plugins(declarations: Iterable[type[Plugin]]) -> Registry:
 
 @lru_cache(64)
 def _registry(declarations: tuple[type[Plugin], ...], path: object, allowed: object) -> Registry:
-    """Return a registry of the installed plugins and these. ``path`` and ``allowed`` decide what is installed.
+    """Registry of the installed plugins and these. ``path`` and ``allowed`` decide what is installed.
 
     They are part of the cache's key, not read: a test may install a plugin, or allow other ones, in between.
     """
@@ -39,7 +39,7 @@ def _registry(declarations: tuple[type[Plugin], ...], path: object, allowed: obj
 
 
 def _module(declaration: type[Plugin]) -> ModuleType:
-    """Return the module that declares a plugin through its hook; a new one if the plugin's own module does not."""
+    """Module that declares a plugin through its hook; a new one if the plugin's own module does not."""
     own = sys.modules.get(declaration.__module__)
     hook = getattr(own, declaration.hook, None)
     if own is not None and hook is not None and declaration in hook():

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 
 def _routing(use: str, label: str, words: Mapping[str, Any], *, also: Mapping[str, Any] | None = None) -> Any:
-    """Return a router's variant. Its options have the same names as the oracle's, except for ``also``."""
+    """A router's variant. Its options have the same names as the oracle's, except for ``also``."""
     same = {key: value for key, value in words.items() if key in ("score", "pre_softmax", "renormalise", "scale")}
     return label, {"use": use, **same, **(also or {})}, {"words": words}
 

@@ -49,7 +49,7 @@ class Candidate:
     options: Mapping[str, Any]
 
     def suite(self) -> type:
-        """Return the class that pytest collects."""
+        """Class that pytest collects."""
         if issubclass(self.declaration, OptimizerMemoryPlugin):
             # Its hook and section are those of the policies for activations, its contract is not.
             module = _home("optimizer_memory")
@@ -64,7 +64,7 @@ class Candidate:
 
 
 def candidates(config: pytest.Config) -> list[Candidate]:
-    """Return the plugins that the command line names. Raises UsageError for a wrong name or option."""
+    """Plugins that the command line names. Raises UsageError for a wrong name or option."""
     words = [word for word in KINDS if config.getoption(f"--moefw-{word}")]
     written = config.getoption("--moefw-options")
     if written and len(words) != 1:
@@ -102,12 +102,12 @@ def _candidate(word: str, name: str, written: str | None, registry: Registry) ->
 
 
 def _home(word: str) -> str:
-    """Return the name of the module of a kind's suite."""
+    """Name of the module of a kind's suite."""
     return f"moefw.testing.suites.{word}"
 
 
 def _with_nearest(error: PluginError, name: str, kind: Kind, registry: Registry) -> str:
-    """Return the registry's message with the nearest installed name of the kind, or else with all of them.
+    """The registry's message with the nearest installed name of the kind, or else with all of them.
 
     The registry itself lists plugins of every kind, of which only one kind is meant here.
     """
@@ -123,7 +123,7 @@ def _with_nearest(error: PluginError, name: str, kind: Kind, registry: Registry)
 
 
 def _options(written: str | None) -> dict[str, Any]:
-    """Return the options that ``--moefw-options`` writes as YAML. Raises UsageError if they are no mapping."""
+    """Options that ``--moefw-options`` writes as YAML. Raises UsageError if they are no mapping."""
     problems: list[Any] = []
     tree = read_yaml(written or "{}", Marks("--moefw-options"), problems)
     if problems:
@@ -147,7 +147,7 @@ def _check(word: str, kind: Kind, declaration: type[Plugin], options: Mapping[st
 
 
 def _example(annotation: Any) -> str:
-    """Return a value for an option in a message: the first of a Literal, or dots."""
+    """Value for an option in a message: the first of a Literal, or dots."""
     values = getattr(annotation, "__args__", None)
     return str(values[0]) if values and isinstance(values[0], str) else "..."
 
@@ -158,7 +158,7 @@ class Certificate(pytest.Module):
     named: list[Candidate]
 
     def _getobj(self) -> ModuleType:
-        """Return a module with one suite per plugin."""
+        """Module with one suite per plugin."""
         module = ModuleType("certify")
         for candidate in self.named:
             suite = candidate.suite()

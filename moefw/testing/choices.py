@@ -98,7 +98,7 @@ def route(
 
 
 def scores_of(logits: Tensor, rule: Rule) -> Tensor:
-    """Return the score of every expert. A softmax is over all experts."""
+    """Score of every expert. A softmax is over all experts."""
     if rule.kind == "sinkhorn":
         return 1 / (1 + (-logits).exp()) if rule.top_k == 1 else logits.softmax(-1)
     if rule.score == "sigmoid":
@@ -109,7 +109,7 @@ def scores_of(logits: Tensor, rule: Rule) -> Tensor:
 
 
 def switch(shares: Tensor, best: Tensor) -> Tensor:
-    """Return ``E / (K N^2) sum_e mass_e n_e`` of N tokens: Switch's loss, 1 if experts have equal loads."""
+    """``E / (K N^2) sum_e mass_e n_e`` of N tokens: Switch's loss, 1 if experts have equal loads."""
     tokens, num_experts = shares.shape
     loss = shares.new_zeros(())
     for expert in range(num_experts if tokens else 0):
@@ -118,7 +118,7 @@ def switch(shares: Tensor, best: Tensor) -> Tensor:
 
 
 def fair_beta(logits: Tensor, beta_E: Tensor, top_k: int) -> Tensor:
-    """Return the beta that would have given each expert its fair share of these tokens (N >= 1), expert by expert.
+    """Beta that would have given each expert its fair share of these tokens (N >= 1), expert by expert.
 
     It is the ``floor(N K / E) + 1``-th largest ``logit - alpha``; alpha is a token's ``K + 1``-th largest
     ``logit - beta``.
@@ -133,7 +133,7 @@ def fair_beta(logits: Tensor, beta_E: Tensor, top_k: int) -> Tensor:
 
 
 def within_capacity(chosen: Tensor, weights: Tensor, num_experts: int, rule: Rule) -> Tensor:
-    """Return one rank's choices, at most ``ceil(T K / E * factor)`` per expert; dropped ones are -1."""
+    """One rank's choices, at most ``ceil(T K / E * factor)`` per expert; dropped ones are -1."""
     assert rule.capacity is not None
     factor, drop = rule.capacity
     # Decimal, because in binary 1.1 * 100 is above 110, and its ceiling a row too many.
@@ -151,7 +151,7 @@ def within_capacity(chosen: Tensor, weights: Tensor, num_experts: int, rule: Rul
 def _choices(
     logits: Tensor, scores: Tensor, valid: Tensor, rule: Rule, bias_E: Tensor | None, beta_E: Tensor | None
 ) -> Tensor:
-    """Return the K experts of each token, int64 (T, K), before a capacity drops some."""
+    """K experts of each token, int64 (T, K), before a capacity drops some."""
     tokens, num_experts = logits.shape
     if rule.kind == "forced":
         return torch.arange(tokens * rule.top_k).view(tokens, rule.top_k) % num_experts
@@ -171,7 +171,7 @@ def _choices(
 
 
 def _best_groups(row: Tensor, rule: Rule) -> Tensor:
-    """Return one token's ranking, -inf outside its best groups. A group's value is the sum of its ``best`` best."""
+    """One token's ranking, -inf outside its best groups. A group's value is the sum of its ``best`` best."""
     assert rule.groups is not None
     count, keep = rule.groups
     best = rule.group_best or rule.top_k // keep
@@ -183,7 +183,7 @@ def _best_groups(row: Tensor, rule: Rule) -> Tensor:
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
-    """Return the transport plan of valid tokens (N, E): Megatron Core's scaling of exp(logits).
+    """Transport plan of valid tokens (N, E): Megatron Core's scaling of exp(logits).
 
     ``d0`` and ``d1`` are its names for the factors of tokens and of experts; 1e-4 and 1e-8 are its constants.
     """
@@ -204,7 +204,7 @@ def sinkhorn(logits: Tensor) -> Tensor:
 
 
 def _weights(logits: Tensor, scores: Tensor, chosen: Tensor, rule: Rule) -> Tensor:
-    """Return the routing weights of the choices (T, K), before they are scaled."""
+    """Routing weights of the choices (T, K), before they are scaled."""
     if rule.kind == "forced" or (rule.kind == "topk" and rule.score == "softmax" and not rule.pre_softmax):
         return logits.gather(1, chosen).softmax(-1)
     weights = scores.gather(1, chosen)

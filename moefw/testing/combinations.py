@@ -57,17 +57,17 @@ class Combination:
     plugins: tuple[type[Plugin], ...] = ()
 
     def spec(self) -> Tree:
-        """Return the spec as plain data."""
+        """Spec as plain data."""
         return self._layer_case().tree()
 
     def yaml(self) -> str:
-        """Return the spec as YAML, with all other settings in comments."""
+        """Spec as YAML, with all other settings in comments."""
         tokens, *settings = self._settings()
         head = [f"# moefw check this.yaml --world {len(self.tokens)}", f"# {tokens}; {', '.join(settings)}"]
         return "\n".join([*head, *(f"{section}: {flow(value)}" for section, value in self.spec().items())]) + "\n"
 
     def layer_case(self) -> LayerCase:
-        """Return the layer case. Raises the errors of resolve.
+        """Layer case. Raises the errors of resolve.
 
         Its row alignment is the one that the parts agreed on, or its lcm with the drawn one if the dispatcher offers
         that.
@@ -81,14 +81,14 @@ class Combination:
         return self._layer_case(row_alignment=common if is_offered else agreed)
 
     def rule(self) -> Rule | None:
-        """Return the oracle's rule for the router; None if the oracle has no formula for it."""
+        """The oracle's rule for the router; None if the oracle has no formula for it."""
         from moefw.testing.oracle import Rule
 
         words = self.parts["routing"].words
         return None if words is None else Rule(top_k=TOP_K, **words)
 
     def _layer_case(self, **more: Any) -> LayerCase:
-        """Return the layer case, with row alignment 1 unless ``more`` sets it."""
+        """Layer case, with row alignment 1 unless ``more`` sets it."""
         from moefw.testing.layer_case import LayerCase
 
         return LayerCase(
@@ -107,7 +107,7 @@ class Combination:
         )
 
     def _settings(self) -> list[str]:
-        """Return words for what a spec does not say, the tokens first."""
+        """Words for what a spec does not say, the tokens first."""
         tokens = f"tokens of each rank: {', '.join(map(str, self.tokens))}"
         settings = [tokens, f"skew {self.skew}", f"seed {self.seed}", f"row alignment {self.row_alignment}"]
         if self.masked:
@@ -123,7 +123,7 @@ class Combination:
 
 
 def settled(combination: Combination) -> Combination:
-    """Return the combination adapted to the fields of its variants.
+    """Combination adapted to the fields of its variants.
 
     See ``smallest``, ``equal_tokens``, ``needs_all_tokens`` and ``regions`` there.
     """
@@ -149,7 +149,7 @@ def usable_here(
     exclude: Collection[str] = (),
     staged: Mapping[str, Any] | None = None,
 ) -> Fit:
-    """Return the variants that this machine can run, a section's plainest first, and their fit.
+    """Variants that this machine can run, a section's plainest first, and their fit.
 
     They are those of a layer or, given the sizes of a model, those that split it into pipeline stages (``staged``).
     ``only``: its section contains only this plugin, with each set of ``options``. The other arguments are those of
@@ -195,7 +195,7 @@ def usable_here(
 def _without(
     exclude: Collection[str], sections: Mapping[str, Sequence[Variant]], registry: Registry
 ) -> dict[str, tuple[Variant, ...]]:
-    """Return the variants that use no excluded plugin. Raises ValueError if a name to exclude is none of theirs."""
+    """Variants that use no excluded plugin. Raises ValueError if a name to exclude is none of theirs."""
     known = {name for of_section in sections.values() for variant in of_section for name in variant.names}
     for name in set(exclude) - known:
         raise ValueError(f"exclude: no plugin here is called {name!r}. {nearest(name, registry.names)}")
@@ -212,7 +212,7 @@ def combinations(
     include: Collection[str] = (),
     exclude: Collection[str] = (),
 ) -> st.SearchStrategy[Combination]:
-    """Return a strategy for combinations, most accepted, some refused. It shrinks towards the defaults of a spec.
+    """Strategy for combinations, most accepted, some refused. It shrinks towards the defaults of a spec.
 
     Drawn from are the built-in plugins, ``plugins``, which need not be installed, and installed ones named in
     ``include``; not those named in ``exclude``. ``fixed``: the choices of some sections, as in a spec. Raises
@@ -251,7 +251,7 @@ def drawn_from(draw: st.DrawFn, fit: Fit, plugins: tuple[type[Plugin], ...] = ()
 
 
 def flow(value: object) -> str:
-    """Return a value as YAML on one line."""
+    """Value as YAML on one line."""
     yaml = YAML(pure=True)
     yaml.default_flow_style = True
     yaml.width = 10_000

@@ -32,7 +32,7 @@ class Sent:
     metadata: int = 0
 
     def __add__(self, other: Sent) -> Sent:
-        """Return the sums of payload and metadata."""
+        """Sums of payload and metadata."""
         return Sent(self.payload + other.payload, self.metadata + other.metadata)
 
 
@@ -47,7 +47,7 @@ class Traffic:
     sent: Mapping[Movement, Sequence[Sent]]
 
     def by_link(self, ranks_per_node: int) -> dict[Movement, dict[Link, Sent]]:
-        """Return the bytes summed by link. Each node has ``ranks_per_node`` consecutive ranks of the group."""
+        """Bytes summed by link. Each node has ``ranks_per_node`` consecutive ranks of the group."""
         totals: dict[Movement, dict[Link, Sent]] = {}
         for movement, peers in self.sent.items():
             links: dict[Link, Sent] = {"node": Sent(), "network": Sent()}
@@ -82,7 +82,7 @@ class Counting(Collectives):
             self._movement = outer
 
     def traffic(self) -> Traffic:
-        """Return the counted bytes."""
+        """Counted bytes."""
         return Traffic(self.group.rank(), {movement: tuple(peers) for movement, peers in self._sent.items()})
 
     def launch(self, collective: Collective) -> Any:
@@ -94,7 +94,7 @@ class Counting(Collectives):
         return collective.call(collective.outputs)
 
     def _rank_of(self, peer: int, group: ProcessGroup) -> int:
-        """Return the position in ``self.group`` of a peer, which is a position in the collective's group."""
+        """Position in ``self.group`` of a peer, which is a position in the collective's group."""
         if group is self.group:
             return peer
         ranks = members(self.group)

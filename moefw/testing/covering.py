@@ -23,7 +23,7 @@ Pair = frozenset[Variant]
 def pairs(
     *, plugins: tuple[type[Plugin], ...] = (), only: type[Plugin] | None = None, fit: Fit | None = None
 ) -> list[Combination]:
-    """Return a covering set: each pair of variants that resolve accepts is in at least one combination.
+    """Covering set: each pair of variants that resolve accepts is in at least one combination.
 
     The set is deterministic and small: the two largest sections alone need the product of their sizes. ``only``: cover
     only pairs with a variant of that plugin. ``fit``: the variants and their fit; by default those of the
@@ -53,12 +53,12 @@ def fitting_pairs(fit: Fit) -> Iterator[Pair]:
 
 
 def met(parts: Mapping[str, Variant]) -> set[Pair]:
-    """Return the pairs that a combination contains."""
+    """Pairs that a combination contains."""
     return {frozenset(pair) for pair in itertools.combinations(parts.values(), 2)}
 
 
 def _dress(parts: Mapping[str, Variant], number: int, fit: Fit, plugins: tuple[type[Plugin], ...] = ()) -> Combination:
-    """Return a combination of parts with tokens, skew, mask, alignment and experts, which vary with ``number``."""
+    """Combination of parts with tokens, skew, mask, alignment and experts, which vary with ``number``."""
     patterns = TOKENS[parts["parallel"].world]
     formulas = fit.formulas(parts["gemm"])
     return settled(
@@ -99,7 +99,7 @@ def _cover(pairs_to_cover: list[Pair], fit: Fit) -> Iterator[Mapping[str, Varian
 
 
 def _best(parts: Mapping[str, Variant], section: str, uncovered: Mapping[Pair, None], fit: Fit) -> Variant | None:
-    """Return the variant of a section that fits each of ``parts`` and covers most pairs; None if none fits."""
+    """Variant of a section that fits each of ``parts`` and covers most pairs; None if none fits."""
     best: Variant | None = None
     most = -1
     for variant in fit.sections[section]:

@@ -66,14 +66,14 @@ class Fit:
         self._declared: dict[Variant, str] = {}
 
     def tree(self, parts: Parts) -> Tree:
-        """Return the spec of a combination as plain data."""
+        """Spec of a combination as plain data."""
         world = parts["parallel"].world
         train = {"tokens_per_step": 64 * world, "micro_batch": 1, "seq_len": 16}
         chosen = {section: variant.choice for section, variant in parts.items()}
         return {"model": dict(self.model), "train": train, **chosen}
 
     def resolve(self, parts: Parts) -> Assembly:
-        """Return the assembly of a combination. Raises MoefwError if it is refused."""
+        """Assembly of a combination. Raises MoefwError if it is refused."""
         return assemble_tree(
             self.tree(parts),
             Marks("spec"),
@@ -84,7 +84,7 @@ class Fit:
         )
 
     def refusal(self, parts: Parts) -> MoefwError | None:
-        """Return the error that refuses a combination; None if it is accepted."""
+        """Error that refuses a combination; None if it is accepted."""
         key = frozenset(parts.values())
         if key not in self._refusals:
             try:
@@ -99,7 +99,7 @@ class Fit:
         return self._refusals[key]
 
     def company(self, *chosen: Variant) -> Parts | None:
-        """Return an accepted combination that contains the chosen variants; None if none was found.
+        """Accepted combination that contains the chosen variants; None if none was found.
 
         Tries the plainest other variants, with those that each chosen variant needs, then each variant of each other
         section in turn.
@@ -111,7 +111,7 @@ class Fit:
         return self._companies[key] or self._accepted.get(key)
 
     def fits(self, *chosen: Variant) -> bool:
-        """Return whether an accepted combination contains the chosen variants, one or two.
+        """Whether an accepted combination contains the chosen variants, one or two.
 
         Few resolves answer for many variants: what is tried first contains as many new pairs as possible.
         """
@@ -127,7 +127,7 @@ class Fit:
         return self.company(*chosen) is not None
 
     def reason(self, *chosen: Variant) -> Problem:
-        """Return why no company was found for the chosen variants, if possible as a problem that names all of them.
+        """Why no company was found for the chosen variants, if possible as a problem that names all of them.
 
         If two variants fail only because each variant of a third section is refused by one of them, it says so.
         """
@@ -150,7 +150,7 @@ class Fit:
                 yield Problem(f"no {section} goes with {both}. {' '.join(reasons)}", fix)
 
     def needs(self, variant: Variant) -> list[str]:
-        """Return a variant's needs of the machine beyond a CPU: devices, compute capability, packages by name."""
+        """A variant's needs of the machine beyond a CPU: devices, compute capability, packages by name."""
         words = {"device": "{}", "capability": "compute capability {}", "package": "{}"}
         needs = []
         for need in self._needs_of(variant):
@@ -162,14 +162,14 @@ class Fit:
         return needs
 
     def rtol(self, variant: Variant) -> float:
-        """Return the sum of the errors that the parts of a variant offer."""
+        """Sum of the errors that the parts of a variant offer."""
         try:
             return float(sum(part.offers(self._site()).get("rtol", 0.0) for part in self._parts(variant)))
         except Exception:  # resolve reports the plugin's fault
             return 0.0
 
     def formulas(self, gemm: Variant) -> tuple[str, ...]:
-        """Return the items of the fact ``formula`` that a GEMM offers."""
+        """Items of the fact ``formula`` that a GEMM offers."""
         try:
             offered = {**silence("gemm"), **self._parts(gemm)[0].offers(self._site())}
         except Exception:  # resolve reports the plugin's fault
@@ -178,7 +178,7 @@ class Fit:
         return formulas
 
     def as_given(self, section: str, choice: Any) -> Variant:
-        """Return a variant with a choice as in a spec, and the smallest world of a layout."""
+        """Variant with a choice as in a spec, and the smallest world of a layout."""
         variant = Variant(section=section, label="as given", choice=choice)
         layout = next(iter(self._parts(variant)), None)
         return evolve(variant, world=layout.plan(None).world) if isinstance(layout, LayoutPlugin) else variant
@@ -208,7 +208,7 @@ class Fit:
                     yield starts[0] | {section: variant}
 
     def _mixture(self, chosen: Sequence[Variant]) -> Parts:
-        """Return the chosen variants with those of other sections that were named in no refusal and are new to them."""
+        """Chosen variants with those of other sections that were named in no refusal and are new to them."""
         parts = {variant.section: variant for variant in chosen}
         for section, of_section in self.sections.items():
             if section not in parts:
@@ -216,14 +216,14 @@ class Fit:
         return {section: parts[section] for section in self.sections}
 
     def _novelty(self, variant: Variant, parts: Parts) -> tuple[bool, int]:
-        """Return whether no refusal named the variant, alone or with a part, and how many pairs with it are new."""
+        """Whether no refusal named the variant, alone or with a part, and how many pairs with it are new."""
         pairs = [frozenset((variant, other)) for other in parts.values()]
         is_unblamed = self._blamed.isdisjoint([frozenset((variant,)), *pairs])
         num_new = sum(pair not in self._accepted for pair in pairs)
         return is_unblamed, num_new
 
     def _machine_lacks(self, chosen: Iterable[Variant]) -> bool:
-        """Return whether the machine, which no other variant changes, lacks a device or package."""
+        """Whether the machine, which no other variant changes, lacks a device or package."""
         machine = self._machine(chosen)
         for variant in chosen:
             for need in self._needs_of(variant):
@@ -234,7 +234,7 @@ class Fit:
         return False
 
     def _machine(self, chosen: Iterable[Variant]) -> Machine:
-        """Return the machine for the chosen variants; a pretended one has a device on which all of them run."""
+        """Machine for the chosen variants; a pretended one has a device on which all of them run."""
         if not self.pretend:
             return Machine(device="cpu")
         needs = itertools.chain.from_iterable(map(self._needs_of, chosen))
@@ -243,7 +243,7 @@ class Fit:
         return Pretended(device=next(common, "cuda"))
 
     def _needs_of(self, variant: Variant) -> list[Need]:
-        """Return the needs of all plugins of a variant."""
+        """Needs of all plugins of a variant."""
         if variant not in self._needs:
             try:
                 self._needs[variant] = [need for part in self._parts(variant) for need in part.needs(self._site())]
@@ -252,7 +252,7 @@ class Fit:
         return self._needs[variant]
 
     def _declared_by(self, variant: Variant) -> str:
-        """Return a variant's offers and needs as text. Of variants with equal text, only one is tried."""
+        """A variant's offers and needs as text. Of variants with equal text, only one is tried."""
         if variant not in self._declared:
             declared = variant.label
             if variant.section != "parallel":  # what a layout offers does not say how it arranges ranks
@@ -265,7 +265,7 @@ class Fit:
         return self._declared[variant]
 
     def _parts(self, variant: Variant) -> list[Plugin]:
-        """Return the plugins of a variant with their options, without those whose options do not read."""
+        """Plugins of a variant with their options, without those whose options do not read."""
         chosen = variant.choice if isinstance(variant.choice, list) else [variant.choice]
         plugins = []
         for choice in chosen:
@@ -283,17 +283,17 @@ class Fit:
 
 
 def _not_plain(parts: Parts, plain: Parts) -> dict[str, Variant]:
-    """Return the variants of a combination that are not the plainest of their section."""
+    """Variants of a combination that are not the plainest of their section."""
     return {section: variant for section, variant in parts.items() if variant != plain[section]}
 
 
 def named(problem: Problem, chosen: Iterable[Variant]) -> list[Variant]:
-    """Return the variants that a problem names, by plugin or by section of the spec."""
+    """Variants that a problem names, by plugin or by section of the spec."""
     return [variant for variant in chosen if _is_named(problem, variant)]
 
 
 def _is_named(problem: Problem, variant: Variant) -> bool:
-    """Return whether a problem names a plugin of a variant or, in its place or fix, the section."""
+    """Whether a problem names a plugin of a variant or, in its place or fix, the section."""
     names = list(variant.names)
     if variant.section == "parallel":
         names.append("the layout")
@@ -306,5 +306,5 @@ def _is_named(problem: Problem, variant: Variant) -> bool:
 
 
 def is_a_refusal(error: MoefwError) -> bool:
-    """Return whether an error means that parts do not fit, not that a plugin is broken."""
+    """Whether an error means that parts do not fit, not that a plugin is broken."""
     return not isinstance(error, PluginError)

@@ -32,7 +32,7 @@ class RowBudget:
 
 
 def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor], budget: RowBudget | None) -> Truth:
-    """Return this rank's part of the truth: its tokens' outputs and gradients, its share of every other gradient.
+    """This rank's part of the truth: its tokens' outputs and gradients, its share of every other gradient.
 
     ``parameters``: :func:`moefw.testing.layer_case.parameters_of`. Collective.
     """
@@ -69,7 +69,7 @@ def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor],
 
 
 def summed(parts: Sequence[Truth]) -> Truth:
-    """Return the whole truth from every rank's part."""
+    """Whole truth from every rank's part."""
     names = [name for name in parts[0].grads if name != "x"]
     grads = {name: torch.stack([part.grads[name] for part in parts]).sum(0) for name in names}
     return Truth(
@@ -81,7 +81,7 @@ def summed(parts: Sequence[Truth]) -> Truth:
 
 
 def batch_of(layer_case: LayerCase, rank: int) -> Batch:
-    """Return the training batch of a rank."""
+    """Training batch of a rank."""
     mask_BS = layer_case.mask(rank).unsqueeze(0) if layer_case.masked else None
     scale = torch.tensor(1.0 / max(1, layer_case.valid_tokens))
     ids = torch.zeros(1, layer_case.tokens[rank], dtype=torch.int64)
@@ -89,7 +89,7 @@ def batch_of(layer_case: LayerCase, rank: int) -> Batch:
 
 
 def dropped(layer_case: LayerCase, ids: Sequence[Tensor], budget: RowBudget) -> list[Tensor]:
-    """Return each rank's choices beyond a budget, bool (T, K)."""
+    """Each rank's choices beyond a budget, bool (T, K)."""
     assembly: Assembly = layer_case.resolve()
     plan = assembly.layout
     masks_by_rank = [torch.zeros_like(ids_TK, dtype=torch.bool) for ids_TK in ids]
@@ -107,7 +107,7 @@ def dropped(layer_case: LayerCase, ids: Sequence[Tensor], budget: RowBudget) -> 
 
 
 def _all_ranks(ids_TK: Tensor) -> list[Tensor]:
-    """Return the ids of every rank of the world, this one's without a world. Collective."""
+    """Ids of every rank of the world, this one's without a world. Collective."""
     if not dist.is_initialized():
         return [ids_TK]
     gathered = everywhere(ids_TK.tolist(), dist.group.WORLD)
@@ -115,7 +115,7 @@ def _all_ranks(ids_TK: Tensor) -> list[Tensor]:
 
 
 def _pull_back(weights_TK: Tensor, grad_TK: Tensor, x_TD: Tensor, router: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of the router's parameters by name, and of the tokens under ``""``."""
+    """Gradients of the router's parameters by name, and of the tokens under ``""``."""
     inputs = {"": x_TD, **dict(router.named_parameters())}
     if not weights_TK.requires_grad:
         return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in inputs.items()}
@@ -139,7 +139,7 @@ def over_budget(
     row_alignment: int = 1,
     max_tokens: int | None = None,
 ) -> list[Tensor]:
-    """Return the choices beyond the budget of each rank of one expert group, bool ``(T, K)``, by brute force.
+    """Choices beyond the budget of each rank of one expert group, bool ``(T, K)``, by brute force.
 
     Rows are in order (expert, source rank, token), with each expert's rows padded to the alignment. A rank's budget
     is ``rank_capacity * etp * K`` rows per token of the rank with the most tokens, or of ``max_tokens``, rounded up to

@@ -74,11 +74,11 @@ class HostWaits(TorchDispatchMode):
         self._arrived = 0
 
     def on_device(self, value: Any) -> Any:
-        """Return a pytree with copies of its tensors on the device. Nothing is noted."""
+        """Pytree with copies of its tensors on the device. Nothing is noted."""
         return tree_map_only(Tensor, lambda tensor: _Held(tensor.detach().clone()), value)
 
     def on_host(self, value: Any) -> Any:
-        """Return a pytree with copies of the device's tensors on the CPU. Nothing is noted."""
+        """Pytree with copies of the device's tensors on the CPU. Nothing is noted."""
         return tree_map_only(_Held, lambda tensor: tensor.held.detach().clone(), value)
 
     def move(self, module: nn.Module) -> None:
@@ -103,7 +103,7 @@ class HostWaits(TorchDispatchMode):
             self._arrived += 1
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a CPU tensor counts as pinned."""
+        """Whether a CPU tensor counts as pinned."""
         return tensor.untyped_storage()._cdata in self._pinned
 
     def upload(self, source: Tensor, non_blocking: bool) -> Tensor:
@@ -147,7 +147,7 @@ class HostWaits(TorchDispatchMode):
         return result
 
     def _moved(self, func: Any, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Return a copy of a tensor on another device or in another dtype: ``Tensor.to``."""
+        """Copy of a tensor on another device or in another dtype: ``Tensor.to``."""
         target = torch.device(kwargs.pop("device", None) or source.device)
         non_blocking = kwargs.pop("non_blocking", False)
         if target.type == NAME:
@@ -216,7 +216,7 @@ class _Held(Tensor):
         return tensor
 
     def tolist(self) -> Any:
-        """Return the values. A tensor of a subclass would refuse."""
+        """Values. A tensor of a subclass would refuse."""
         return self.cpu().tolist()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -276,7 +276,7 @@ class _Module:
 
 
 def available() -> bool:
-    """Return whether this version of PyTorch has devices that are written in Python."""
+    """Whether this version of PyTorch has devices that are written in Python."""
     return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 
 

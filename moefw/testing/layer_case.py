@@ -93,18 +93,18 @@ class LayerCase:
         return sum(int(self.mask(rank).sum()) for rank in range(self.world))
 
     def mask(self, rank: int) -> Tensor:
-        """Return which tokens of a rank are valid, bool (T)."""
+        """Which tokens of a rank are valid, bool (T)."""
         mask_T = torch.ones(self.tokens[rank], dtype=torch.bool)
         if self.masked:
             mask_T[::3] = False
         return mask_T
 
     def seeds(self, rank: int) -> Tensor:
-        """Return the seed of a rank's one sequence, int64 (1)."""
+        """Seed of a rank's one sequence, int64 (1)."""
         return torch.tensor([self.seed * 1000 + rank])
 
     def keys(self, rank: int) -> Tensor:
-        """Return the keys of a rank's tokens, int64 (T)."""
+        """Keys of a rank's tokens, int64 (T)."""
         return token_keys(self.seeds(rank), torch.arange(self.tokens[rank]), salt=SALT)
 
     @property
@@ -114,14 +114,14 @@ class LayerCase:
         return _residual_dtype(_Recipe(choice, self.plugins, self))
 
     def draw(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return a rank's tokens and the probe that its output is multiplied with, both (T, D) in ``dtype``."""
+        """A rank's tokens and the probe that its output is multiplied with, both (T, D) in ``dtype``."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + rank)
         x_TD, probe_TD = torch.randn(2, self.tokens[rank], self.dim, generator=generator)
         x_TD[:, 0] = x_TD[:, 0].abs() + 1.0
         return x_TD.to(self.dtype), probe_TD.to(self.dtype)
 
     def places(self, rank: int) -> Tensor | None:
-        """Return where in the micro-batch a rank's tokens are, int64 (T); None: no other rank of cp or tp shares it."""
+        """Where in the micro-batch a rank's tokens are, int64 (T); None: no other rank of cp or tp shares it."""
         sharing = self.resolve().layout.group(rank, ("cp", "tp"))
         if len(sharing) == 1:
             return None
@@ -129,7 +129,7 @@ class LayerCase:
         return before + torch.arange(self.tokens[rank])
 
     def batch(self, rank: int) -> Batch:
-        """Return a rank's micro-batch of one sequence, or its part of it."""
+        """A rank's micro-batch of one sequence, or its part of it."""
         ids = torch.zeros(1, self.tokens[rank], dtype=torch.int64)
         return Batch(
             ids_BS=ids,
@@ -142,7 +142,7 @@ class LayerCase:
         )
 
     def tree(self) -> Tree:
-        """Return the spec of the layer case as plain data."""
+        """Spec of the layer case as plain data."""
         sizes = {"dim": self.dim, "expert_dim": self.expert_dim, "num_experts": self.num_experts, "top_k": self.top_k}
         shared_dim = self.expert_dim if self.shared else 0
         formula: Tree = {"activation": asdict(self.activation)} if self.clamped else {}
@@ -175,7 +175,7 @@ class LayerCase:
 
 @cache
 def _registry(plugins: tuple[type[Plugin], ...]) -> Registry:
-    """Return a registry of installed plugins and these. Cached: finding plugins takes longer than resolving a spec."""
+    """Registry of installed plugins and these. Cached: finding plugins takes longer than resolving a spec."""
     return with_plugins(plugins)
 
 
@@ -190,7 +190,7 @@ class _Recipe:
 
 @cache
 def _residual_dtype(recipe: _Recipe) -> torch.dtype:
-    """Return the dtype of the residual stream, built as on one rank: a process may draw the tokens of any rank."""
+    """Dtype of the residual stream, built as on one rank: a process may draw the tokens of any rank."""
     assembly = _alone(recipe.layer_case).resolve()
     layout = open_layout(assembly, "cpu")
     layout.rank = 0
@@ -210,7 +210,7 @@ class Outcome:
 
 
 def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
-    """Return the MoE layer of a layer case on this rank, initialised by name."""
+    """MoE layer of a layer case on this rank, initialised by name."""
     assembly = layer_case.assemble()
     layout = open_layout(assembly, "cpu")
     shared = Shared()
@@ -244,7 +244,7 @@ def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
 
 
 def _not_split(layout: Layout) -> TensorParallel:
-    """Return no tensor parallelism: with unequal numbers of tokens per rank, a shared expert must be whole."""
+    """No tensor parallelism: with unequal numbers of tokens per rank, a shared expert must be whole."""
     tp = TensorParallel(layout)
     tp.size = 1
     tp.index = 0
@@ -270,14 +270,14 @@ def _skew(router: nn.Module, layer_case: LayerCase) -> None:
 
 
 def routed(layer_case: LayerCase, layer: MoELayer) -> tuple[Tensor, Tensor, Routing]:
-    """Return this rank's tokens, its probe, and their routing."""
+    """This rank's tokens, its probe, and their routing."""
     x_TD, probe_TD = layer_case.draw(this_rank())
     ids = torch.zeros(1, len(x_TD), dtype=torch.int64)
     return x_TD, probe_TD, layer.router(x_TD, Batch(ids_BS=ids, labels_BS=ids))
 
 
 def received(layer_case: LayerCase) -> ExpertBatch:
-    """Return the rows that this rank's experts receive."""
+    """Rows that this rank's experts receive."""
     layer, shared = build_layer(layer_case)
     x_TD, _, routing = routed(layer_case, layer)
     batch, _ = layer.dispatcher.dispatch(x_TD, routing.weights_TK, layer.dispatcher.plan(routing))
@@ -286,7 +286,7 @@ def received(layer_case: LayerCase) -> ExpertBatch:
 
 
 def this_rank() -> int:
-    """Return this process's rank; 0 without a world."""
+    """This process's rank; 0 without a world."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -313,12 +313,12 @@ def solve(layer_case: LayerCase) -> Outcome:
 
 
 def _share(grad: Tensor) -> Tensor:
-    """Return this rank's share of a gradient; an equal share if the gradient is already reduced and sharded."""
+    """This rank's share of a gradient; an equal share if the gradient is already reduced and sharded."""
     return whole(grad) / grad.device_mesh.size() if is_shared_out(grad) else grad
 
 
 def _whole(piece: Canonical, part: Tensor) -> Tensor:
-    """Return the whole tensor of a piece, zero where this rank has no part of it."""
+    """Whole tensor of a piece, zero where this rank has no part of it."""
     if piece.shard is None:
         return part.clone()
     whole = part.new_zeros(piece.shard.whole(part.shape))
@@ -327,7 +327,7 @@ def _whole(piece: Canonical, part: Tensor) -> Tensor:
 
 
 def truth(layer_case: LayerCase, rule: Rule, **state: Tensor) -> Truth:
-    """Return the oracle's answer to a layer case over the tokens of all ranks, in rank order.
+    """The oracle's answer to a layer case over the tokens of all ranks, in rank order.
 
     ``state``: router state and drops, the keyword arguments of :func:`dense_moe`. By default, the load of the last
     global batch is even.
@@ -356,7 +356,7 @@ def truth(layer_case: LayerCase, rule: Rule, **state: Tensor) -> Truth:
 
 
 def _micro_batch_lengths(layer_case: LayerCase) -> list[int]:
-    """Return the number of tokens of each micro-batch. Ranks along cp and tp have parts of the same one."""
+    """Number of tokens of each micro-batch. Ranks along cp and tp have parts of the same one."""
     plan = layer_case.resolve().layout
     groups = sorted({plan.group(rank, ("cp", "tp")) for rank in range(plan.world)})
     assert [rank for group in groups for rank in group] == list(range(plan.world)), "parts are with neighbours"
@@ -364,21 +364,21 @@ def _micro_batch_lengths(layer_case: LayerCase) -> list[int]:
 
 
 def parameters_of(layer_case: LayerCase) -> dict[str, Tensor]:
-    """Return every parameter of the layer case's layer, whole, by canonical name. Needs a process without a world."""
+    """Every parameter of the layer case's layer, whole, by canonical name. Needs a process without a world."""
     alone, shared = build_layer(_alone(layer_case))
     shared.close()
     return {piece.name: piece.of(piece.parameter.detach()) for piece in canonical_parameters(alone)}
 
 
 def _uniform(layer_case: LayerCase, rank: int) -> Tensor:
-    """Return the random numbers from which a router makes the jitter of a rank's tokens, in [0, 1), (T, D)."""
+    """Random numbers from which a router makes the jitter of a rank's tokens, in [0, 1), (T, D)."""
     draws = layer_case.batch(rank).draws
     assert draws is not None
     return uniform(token_keys(*draws, salt=0), layer_case.dim)
 
 
 def _alone(layer_case: LayerCase) -> LayerCase:
-    """Return a case with the layer on one rank, and one token."""
+    """Case with the layer on one rank, and one token."""
     parts = {key: value for key, value in layer_case.parts.items() if key != "parallel"}
     return replace(layer_case, tokens=(1,), parts=parts)
 

@@ -52,12 +52,12 @@ class Matrix:
         return len(self.refusals) / max(1, self.pairs)
 
     def summary(self) -> str:
-        """Return the refused share as a line of text."""
+        """Refused share as a line of text."""
         return f"refused: {len(self.refusals)} of {self.pairs} combinations of two ({100 * self.share_refused:.1f} %)"
 
 
 def survey(registry: Registry, *, ours_only: bool = True) -> Matrix:
-    """Return the matrix: resolve each pair of variants in specs. ``ours_only``: only built-in plugins."""
+    """Matrix: resolve each pair of variants in specs. ``ours_only``: only built-in plugins."""
     problems = [] if ours_only else registry.load_all()
     others = () if ours_only else [part.name for part in registry.parts() if part.distribution != OURS]
     sections = variants(registry, include=others)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def distinct(ids_by_rank: Sequence[Tensor], *, num_experts: int, num_units: int) -> int:
-    """Return the number of pairs (token, unit with an expert of the token), without the token's own unit.
+    """Number of pairs (token, unit with an expert of the token), without the token's own unit.
 
     ``ids_by_rank`` holds each rank's ``expert_ids_TK``, -1 for a dropped choice. No dispatch that sends every token to
     its experts sends fewer rows between units. Neither does a combine, which returns a sum of rows from each unit.
@@ -28,7 +28,7 @@ def distinct(ids_by_rank: Sequence[Tensor], *, num_experts: int, num_units: int)
 
 
 def inside(ids_by_rank: Sequence[Tensor], *, num_experts: int, ranks_per_node: int, by_rail: bool = True) -> int:
-    """Return the fewest rows sent between ranks inside nodes, if each token is sent to a node only once.
+    """Fewest rows sent between ranks inside nodes, if each token is sent to a node only once.
 
     In each node, a token's row starts on one rank: in the token's own node on its own rank, else on the rank that
     receives it. The row is sent to every other rank of the node with an expert of the token. So the first rank does not
@@ -77,14 +77,14 @@ class Scheme:
     limit: int = 1
 
     def draw(self, num_tokens: int, *, generator: torch.Generator) -> Tensor:
-        """Return ``expert_ids_TK``, int64."""
+        """``expert_ids_TK``, int64."""
         order_TG = torch.rand(num_tokens, self.groups, generator=generator)
         chosen_TG = torch.zeros_like(order_TG).scatter_(1, order_TG.topk(self.limit).indices, 1.0)
         open_TE = chosen_TG.repeat_interleave(self.num_experts // self.groups, 1)
         return (torch.rand(open_TE.shape, generator=generator) + open_TE).topk(self.top_k).indices
 
     def touched(self, num_units: int) -> float:
-        """Return the expected number of units, of ``num_units``, with an expert of a token; its own unit counts.
+        """Expected number of units, of ``num_units``, with an expert of a token; its own unit counts.
 
         By the number of drawn groups among those that a unit spans, which is hypergeometric: the probability that the
         token's K experts, drawn inside all drawn groups, avoid the unit.
@@ -101,9 +101,9 @@ class Scheme:
         return num_units * (1 - untouched)
 
     def between(self, num_units: int) -> float:
-        """Return the expected minimum of rows per token between units: :func:`distinct` per token."""
+        """Expected minimum of rows per token between units: :func:`distinct` per token."""
         return self.touched(num_units) * (num_units - 1) / num_units
 
     def within(self, num_ranks: int, ranks_per_node: int) -> float:
-        """Return the expected minimum of rows per token inside nodes by rail: :func:`inside` per token."""
+        """Expected minimum of rows per token inside nodes by rail: :func:`inside` per token."""
         return self.touched(num_ranks) * (ranks_per_node - 1) / ranks_per_node

@@ -48,7 +48,7 @@ def dense_moe(
     shared: bool = False,
     clamp: tuple[float, float] | None = None,
 ) -> Truth:
-    """Return the truth for the loss ``sum(out * probe) + auxiliary losses``.
+    """Truth for the loss ``sum(out * probe) + auxiliary losses``.
 
     ``parameters`` holds ``router.weight`` (E, D) and perhaps ``router.bias`` (E),
     ``experts.{e}.{gate,up,down}_proj.weight``, perhaps with ``bias`` (F or D), and, if ``shared``,
@@ -91,7 +91,7 @@ def dense_moe(
 def expert_output(
     x: Tensor, weights: Mapping[str, Tensor], prefix: str, clamp: tuple[float, float] | None = None
 ) -> Tensor:
-    """Return ``W2 (silu(g) * u) + b2`` with ``g = W1 x + b1``, ``u = W3 x + b3``. Biases that are missing are zero.
+    """``W2 (silu(g) * u) + b2`` with ``g = W1 x + b1``, ``u = W3 x + b3``. Biases that are missing are zero.
 
     With ``clamp = (limit, alpha)``: the activation of gpt-oss, ``(u + 1) * g * sigmoid(alpha * g)``, where g is at most
     ``limit`` and u between its negative and itself (arXiv 2508.10925).

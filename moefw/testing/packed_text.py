@@ -30,20 +30,20 @@ class Documents(TokenStream):
         self.ids = np.random.default_rng(0).integers(0, vocab_size, sum(lengths))
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
+        """Number of tokens."""
         return len(self.ids)
 
     def read(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return ``count`` token ids from ``start``."""
+        """``count`` token ids from ``start``."""
         return self.ids[start : start + count]
 
     def document_starts(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return where documents start."""
+        """Where documents start."""
         return self.starts[(self.starts >= start) & (self.starts < start + count)]
 
 
 def read_packs(assembly: Assembly, layout: Layout, lengths: Sequence[int] = MIXED) -> Callable[[int], list[Batch]]:
-    """Return a function of the step that reads this rank's packs, as micro-batches."""
+    """Function of the step that reads this rank's packs, as micro-batches."""
     model: Any = assembly.parts.model
     train = assembly.spec.train
     data: Any = SimpleNamespace(train=Documents(model.vocab_size, lengths), vocab_size=model.vocab_size)

@@ -75,7 +75,7 @@ class RankPool:
         self._jobs = 0
 
     def run(self, function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-        """Return ``function(*args)`` of every rank of a gloo world, in rank order.
+        """``function(*args)`` of every rank of a gloo world, in rank order.
 
         ``function`` must be importable by name. Raises ContractError, with a traceback for each failed rank, if a rank
         fails or times out.
@@ -102,7 +102,7 @@ class RankPool:
         return self._collect(world, time.monotonic() + timeout_s)
 
     def _collect(self, world: int, deadline: float) -> list[Any]:
-        """Return the answers in rank order. Raises an error with all failures, after which no process is left."""
+        """Answers in rank order. Raises an error with all failures, after which no process is left."""
         answers: list[Any] = [None] * world
         failures: list[str] = []
         unconnected = False

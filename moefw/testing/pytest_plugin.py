@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def moefw_profile(request: pytest.FixtureRequest) -> Profile:
-    """Return the profile of the contract suites: world sizes and number of examples."""
+    """Profile of the contract suites: world sizes and number of examples."""
     from moefw.testing.suites.base import PROFILES
 
     return PROFILES[request.config.getoption("--moefw-profile")]

@@ -38,7 +38,7 @@ class StagedModel:
         return self.parts["parallel"].world
 
     def spec(self, *, staged: bool = True) -> Tree:
-        """Return the spec as plain data; not ``staged``: without pp, for a world of fewer ranks."""
+        """Spec as plain data; not ``staged``: without pp, for a world of fewer ranks."""
         train = {**SMALL["train"], "tokens_per_step": 64 * self.world, "micro_batch": 2}
         optimizer = {"use": "adamw", "eps": 1e-6}
         chosen = {section: variant.choice for section, variant in self.parts.items()}
@@ -47,7 +47,7 @@ class StagedModel:
         return {**SMALL, "model": dict(SIZES), "train": {**train, "optimizer": optimizer}, **chosen}
 
     def yaml(self) -> str:
-        """Return the spec as YAML."""
+        """Spec as YAML."""
         head = f"# moefw check this.yaml --world {self.world}"
         return "\n".join([head, *(f"{section}: {flow(value)}" for section, value in self.spec().items())]) + "\n"
 

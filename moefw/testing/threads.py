@@ -36,12 +36,12 @@ class ThreadGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def members(group: dist.ProcessGroup) -> list[int]:
-    """Return the ranks of a group in the world, of threads or of processes."""
+    """Ranks of a group in the world, of threads or of processes."""
     return list(group.ranks) if isinstance(group, ThreadGroup) else dist.get_process_group_ranks(group)
 
 
 def subgroup(group: dist.ProcessGroup, positions: Sequence[int]) -> dist.ProcessGroup:
-    """Return a new group of some ranks of a group, this rank's among them. Collective over them."""
+    """New group of some ranks of a group, this rank's among them. Collective over them."""
     ranks = members(group)
     chosen = tuple(ranks[position] for position in positions)
     if isinstance(group, ThreadGroup):
@@ -51,7 +51,7 @@ def subgroup(group: dist.ProcessGroup, positions: Sequence[int]) -> dist.Process
 
 
 def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Return ``function(group, rank, *args)`` of every rank, in rank order; each rank is a thread.
+    """``function(group, rank, *args)`` of every rank, in rank order; each rank is a thread.
 
     Raises the first exception of a thread, with its rank as a note. Raises ContractError with the missing ranks of a
     collective, if they have returned or do not arrive within ``timeout_s``.

@@ -100,7 +100,7 @@ def short_run(
 
 
 def _drawn(assembly: Assembly, layout: Layout, padded: bool, packed: bool, step: int) -> list[Batch]:
-    """Return this rank's micro-batches of a step. Each rank draws the global batch, and takes its part along dp."""
+    """This rank's micro-batches of a step. Each rank draws the global batch, and takes its part along dp."""
     train = assembly.spec.train
     vocabulary = getattr(assembly.parts.model, "vocab_size", 2)
     generator = torch.Generator().manual_seed(step)
@@ -124,7 +124,7 @@ def _drawn(assembly: Assembly, layout: Layout, padded: bool, packed: bool, step:
 
 
 def _mask(numbers: Tensor, seq_len: int, padded: bool) -> Tensor | None:
-    """Return which tokens are valid: from none to all of a sequence, by its number."""
+    """Which tokens are valid: from none to all of a sequence, by its number."""
     if not padded:
         return None
     valid = (numbers * 7 % 17) * seq_len // 16
@@ -132,7 +132,7 @@ def _mask(numbers: Tensor, seq_len: int, padded: bool) -> Tensor | None:
 
 
 def _packed(batch: Batch) -> Batch:
-    """Return the batch cut into documents, at places that depend on the number of the sequence."""
+    """Batch cut into documents, at places that depend on the number of the sequence."""
     assert batch.seeds_B is not None
     place_S = torch.arange(batch.ids_BS.shape[1])
     begins_BS = ((place_S + batch.seeds_B.unsqueeze(1)) % 5 == 0) | (place_S == 0)
@@ -141,7 +141,7 @@ def _packed(batch: Batch) -> Batch:
 
 
 def _weights(model: torch.nn.Module, layout: Layout) -> dict[str, Tensor]:
-    """Return a copy of every parameter by canonical name, parts joined."""
+    """Copy of every parameter by canonical name, parts joined."""
     weights = {}
     for parameter, pieces in by_parameter(model):
         values = whole(parameter.detach())

@@ -77,7 +77,7 @@ class TrainingProcess:
         return self._ranks
 
     def ranks(self) -> dict[int, int]:
-        """Return the process id of each running rank, and remember it."""
+        """Process id of each running rank, and remember it."""
         running = {}
         for pid in _children(self.pid):
             rank = _rank_of(pid)
@@ -104,11 +104,11 @@ class TrainingProcess:
         return Ended(code, _all_of(self._out), _all_of(self._err))
 
     def said(self) -> str:
-        """Return its standard output so far."""
+        """Its standard output so far."""
         return os.pread(self._out.fileno(), os.fstat(self._out.fileno()).st_size, 0).decode(errors="replace")
 
     def orphans(self) -> list[int]:
-        """Return the ranks whose processes still run after ``ORPHANS_S``."""
+        """Ranks whose processes still run after ``ORPHANS_S``."""
         deadline_s = time.monotonic() + ORPHANS_S
         while True:
             remaining = [rank for rank, pid in self._ranks.items() if _runs(pid)]
@@ -144,7 +144,7 @@ class TrainingProcess:
 
 
 def _file_of(path: Path) -> int | None:
-    """Return the inode of the file at a path, which differs from that of earlier files; None if there is none."""
+    """Inode of the file at a path, which differs from that of earlier files; None if there is none."""
     try:
         return path.stat().st_ino
     except OSError:
@@ -152,7 +152,7 @@ def _file_of(path: Path) -> int | None:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the ids of a process's children; none if it has ended."""
+    """Ids of a process's children; none if it has ended."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -160,7 +160,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _rank_of(pid: int) -> int | None:
-    """Return the ``RANK`` in a process's environment; None if it has none or has ended."""
+    """``RANK`` in a process's environment; None if it has none or has ended."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -169,7 +169,7 @@ def _rank_of(pid: int) -> int | None:
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a process exists and is no zombie: one that has ended, for which nobody has waited."""
+    """Whether a process exists and is no zombie: one that has ended, for which nobody has waited."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -187,7 +187,7 @@ _LAST_BYTES = 1 << 14
 
 
 def last_step(metrics: Path) -> int:
-    """Return the last step with a complete line in a ``metrics.jsonl``; 0 if there is none."""
+    """Last step with a complete line in a ``metrics.jsonl``; 0 if there is none."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
@@ -198,7 +198,7 @@ def last_step(metrics: Path) -> int:
 
 
 def history(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Return a run's metrics of each step, without times. Raises AssertionError if steps repeat or do not ascend."""
+    """A run's metrics of each step, without times. Raises AssertionError if steps repeat or do not ascend."""
     records = read_metrics(run_dir / "metrics.jsonl")
     steps = [record["step"] for record in records]
     assert steps == sorted(set(steps)), f"{run_dir}: the steps are {steps}"
@@ -206,17 +206,17 @@ def history(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def newest(run_dir: Path) -> int:
-    """Return the step of the newest committed checkpoint of a run; 0 if there is none."""
+    """Step of the newest committed checkpoint of a run; 0 if there is none."""
     return max((step for step, _ in checkpoint_dirs(run_dir)), default=0)
 
 
 def checkpoints(run_dir: Path) -> dict[int, dict[str, bytes]]:
-    """Return the tensors of each committed checkpoint by step."""
+    """Tensors of each committed checkpoint by step."""
     return {step: tensors(folder) for step, folder in checkpoint_dirs(run_dir)}
 
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:
-    """Return every tensor of a checkpoint by name: dtype, shape and bits."""
+    """Every tensor of a checkpoint by name: dtype, shape and bits."""
     by_name: dict[str, bytes] = {}
     for shard in sorted(checkpoint.glob("*.safetensors")):
         data = shard.read_bytes()

@@ -84,7 +84,7 @@ LOOSE_RTOL: Final = 0.1
 
 
 def variants(registry: Registry, *, include: Collection[str] = ()) -> dict[str, tuple[Variant, ...]]:
-    """Return the variants of every section, the plainest first: of the built-in plugins and those in ``include``.
+    """Variants of every section, the plainest first: of the built-in plugins and those in ``include``.
 
     ``include`` names plugins that are registered or installed. Nothing else is imported. See :func:`of_part`.
     """
@@ -102,7 +102,7 @@ def variants(registry: Registry, *, include: Collection[str] = ()) -> dict[str, 
 
 
 def of_a_layer(sections: Mapping[str, Sequence[Variant]]) -> dict[str, tuple[Variant, ...]]:
-    """Return the variants that one layer can have: no schedule, and no layout that splits layers."""
+    """Variants that one layer can have: no schedule, and no layout that splits layers."""
     return {
         section: tuple(variant for variant in of_section if variant.pp == 1)
         for section, of_section in sections.items()
@@ -111,7 +111,7 @@ def of_a_layer(sections: Mapping[str, Sequence[Variant]]) -> dict[str, tuple[Var
 
 
 def in_stages(sections: Mapping[str, Sequence[Variant]]) -> dict[str, tuple[Variant, ...]]:
-    """Return the variants with which a whole model is split into stages."""
+    """Variants with which a whole model is split into stages."""
     staged = {section: tuple(of_section) for section, of_section in sections.items()}
     staged["parallel"] = tuple(layout for layout in sections["parallel"] if layout.pp > 1)
     return staged

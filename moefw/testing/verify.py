@@ -101,7 +101,7 @@ def _job(combination: Combination) -> _Job:
 
 
 def _refused(combination: Combination, error: MoefwError, must_accept: Callable[[Combination], bool]) -> Verdict:
-    """Return the verdict on a refused combination. Raises CombinationError if it may not be, or not with this error."""
+    """Verdict on a refused combination. Raises CombinationError if it may not be, or not with this error."""
     if not is_a_refusal(error):
         raise CombinationError(combination, f"a plugin is broken: {error}") from error
     if must_accept(combination):
@@ -114,7 +114,7 @@ def _refused(combination: Combination, error: MoefwError, must_accept: Callable[
 
 
 def explains(problem: Problem, combination: Combination) -> bool:
-    """Return whether a refusal names two parts, or a part and the number that is its limit."""
+    """Whether a refusal names two parts, or a part and the number that is its limit."""
     num_named = len(named(problem, combination.parts.values()))
     return num_named > 1 or (num_named == 1 and any(letter.isdigit() for letter in problem.what))
 
@@ -133,7 +133,7 @@ def _solved(jobs: Sequence[_Job], pool: RankPool) -> list[Verdict]:
 
 
 def solve_each(arguments: Sequence[tuple[LayerCase, Parameters | None, RowBudget | None]]) -> list[Answer]:
-    """Return each layer case's outcome on this rank and, given parameters, the rank's part of the truth. Collective."""
+    """Each layer case's outcome on this rank and, given parameters, the rank's part of the truth. Collective."""
     answers: list[Answer] = []
     for layer_case, parameters, budget in arguments:
         truth_of_rank = None if parameters is None else truth_given_routing(layer_case, parameters, budget)
@@ -142,7 +142,7 @@ def solve_each(arguments: Sequence[tuple[LayerCase, Parameters | None, RowBudget
 
 
 def _compared(job: _Job, by_rank: Sequence[Answer]) -> Verdict:
-    """Return the verdict on a combination that ran. Raises CombinationError if it does not equal the truth."""
+    """Verdict on a combination that ran. Raises CombinationError if it does not equal the truth."""
     variants = job.combination.parts
     outcomes = [outcome for outcome, _ in by_rank]
     truths = [truth_of_rank for _, truth_of_rank in by_rank if truth_of_rank is not None]
@@ -156,7 +156,7 @@ def _compared(job: _Job, by_rank: Sequence[Answer]) -> Verdict:
 
 
 def _truth(job: _Job) -> Truth:
-    """Return the oracle's truth, with the choices dropped that are beyond the dispatcher's budget."""
+    """The oracle's truth, with the choices dropped that are beyond the dispatcher's budget."""
     rule = job.combination.rule()
     assert rule is not None, "a router without a rule is held against its own routing"
     layer_case = job.layer_case

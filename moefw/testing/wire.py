@@ -30,7 +30,7 @@ def dispatch_assembly(
     options: Mapping[str, Any] | None = None,
     precision: Mapping[str, Any] | None = None,
 ) -> Assembly:
-    """Return an assembly of ``ep * etp`` ranks with the registered dispatcher ``use``. Raises the errors of resolve."""
+    """Assembly of ``ep * etp`` ranks with the registered dispatcher ``use``. Raises the errors of resolve."""
     parts: dict[str, Any] = {
         "dispatch": {"use": use, **(options or {})},
         "parallel": {"experts": {"ep": ep, "etp": etp}},
@@ -40,7 +40,7 @@ def dispatch_assembly(
 
 
 def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: int, shared: Shared) -> Dispatcher:
-    """Return the dispatcher of an assembly over ``group``, its whole world, with ``ranks_per_node`` ranks per node."""
+    """Dispatcher of an assembly over ``group``, its whole world, with ``ranks_per_node`` ranks per node."""
     number = next(iter(assembly.layers))
     layout = OneGroup(assembly, group, ranks_per_node)
     context = bare_context(assembly, layout, torch.device("cpu"), shared, number)
@@ -62,7 +62,7 @@ class OneGroup(Layout):
         self._opened: dict[tuple[int, ...], ProcessGroup] = {tuple(range(group.size())): group}
 
     def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Return the group of positions in the given one, or None where it is this rank alone."""
+        """Group of positions in the given one, or None where it is this rank alone."""
         if len(ranks) == 1:
             return None
         if ranks not in self._opened:
@@ -70,7 +70,7 @@ class OneGroup(Layout):
         return self._opened[ranks]
 
     def host_group(self) -> ProcessGroup | None:
-        """Return the group."""
+        """Group."""
         return self._group
 
 
@@ -85,7 +85,7 @@ def count_bytes(
     capacity: int | None = None,
     counts_host: tuple[int, ...] | None = None,
 ) -> Traffic:
-    """Return the bytes that a dispatcher over ``group`` sends in each movement.
+    """Bytes that a dispatcher over ``group`` sends in each movement.
 
     Runs every movement once, with experts that return their rows. ``packed``: the width of a row that a codec packs.
     ``capacity`` and ``counts_host``: as in :class:`moefw.core.stages.Routing`. Collective.

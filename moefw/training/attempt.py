@@ -75,7 +75,7 @@ class Tally:
         self._copy = HostCopy([*self._told.values()])
 
     def _named(self) -> dict[Key, Tensor]:
-        """Return all sums, those of layers with the layer's number."""
+        """All sums, those of layers with the layer's number."""
         named: dict[Key, Tensor] = {("loss", 0, ""): self.loss}
         named |= {("losses", 0, name): value for name, value in self.losses.items()}
         for number, layer in sorted(self.layers.items()):
@@ -84,7 +84,7 @@ class Tally:
         return named
 
     def on_host(self) -> Tally:
-        """Return the sums in host memory, once they are reduced: those of all stages of a pipeline."""
+        """Sums in host memory, once they are reduced: those of all stages of a pipeline."""
         told = Tally(torch.device("cpu"))
         for (kind, number, name), value in zip(self._told, self._copy.read(), strict=True):
             if kind == "loss":
@@ -96,12 +96,12 @@ class Tally:
         return told
 
     def overflowed(self) -> bool:
-        """Return whether rows exceeded a budget. Waits for the host's copy only if something reports it."""
+        """Whether rows exceeded a budget. Waits for the host's copy only if something reports it."""
         reported = any(name in OVERFLOWS for _, _, name in self._told)
         return reported and any(map(self.on_host().counts().get, OVERFLOWS))
 
     def counts(self) -> dict[str, float]:
-        """Return the scalar statistics by name, summed over layers."""
+        """Scalar statistics by name, summed over layers."""
         totals: dict[str, float] = {}
         for layer in self.layers.values():
             for name, value in layer.stats.items():
@@ -111,7 +111,7 @@ class Tally:
 
 
 def _of_all_stages(named: Mapping[Key, Tensor], group: ProcessGroup | None) -> Mapping[Key, Tensor]:
-    """Return the sums of all stages of a pipeline, in order of layers. Collective over pp."""
+    """Sums of all stages of a pipeline, in order of layers. Collective over pp."""
     if group is None:
         return named
     # Stages have sums of their own layers only. A sum that a stage does not have is zero there, so that one all-reduce

@@ -78,7 +78,7 @@ class StepClock:
         self._step_start_s = now_s
 
     def breakdown(self) -> list[SectionTime]:
-        """Return the sections in the order of their first use, then "other"; shares sum to 1.
+        """Sections in the order of their first use, then "other"; shares sum to 1.
 
         Empty until a step after the warm-up is done.
         """
@@ -90,7 +90,7 @@ class StepClock:
 
 
 def render(breakdown: Sequence[SectionTime]) -> Table:
-    """Return the breakdown as a table for a terminal; the last row is the whole step."""
+    """Breakdown as a table for a terminal; the last row is the whole step."""
     table = Table(title="Time of a step", title_justify="left", show_footer=True)
     table.add_column("section", footer="step")
     table.add_column("ms", justify="right", footer=_milliseconds(sum(row.seconds_per_step for row in breakdown)))
@@ -101,7 +101,7 @@ def render(breakdown: Sequence[SectionTime]) -> Table:
 
 
 def render_text(breakdown: Sequence[SectionTime]) -> str:
-    """Return the breakdown as one line: ``step 412.0 ms: forward 130.2 ms 31.6%, ...``; empty for no breakdown."""
+    """Breakdown as one line: ``step 412.0 ms: forward 130.2 ms 31.6%, ...``; empty for no breakdown."""
     if not breakdown:
         return ""
     parts = [f"{row.section} {_milliseconds(row.seconds_per_step)} ms {row.share:.1%}" for row in breakdown]

@@ -12,12 +12,12 @@ SIZE: Final = 512
 
 
 def bf16_over_fp32() -> float:
-    """Return the time of a product of bf16 matrices on this CPU, in times of a product of fp32 matrices."""
+    """Time of a product of bf16 matrices on this CPU, in times of a product of fp32 matrices."""
     return _product_s(torch.bfloat16) / _product_s(torch.float32)
 
 
 def against_bf16() -> str:
-    """Return what to do about a CPU that multiplies bf16 more slowly than fp32; of another one, nothing."""
+    """Advice for a CPU that multiplies bf16 more slowly than fp32; of another one, nothing."""
     times = bf16_over_fp32()
     if times <= 1:
         return ""

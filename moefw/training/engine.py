@@ -80,7 +80,7 @@ class Engine:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, train: TrainSpec) -> Engine:
-        """Return the engine that a spec's section ``train`` describes."""
+        """Engine that a spec's section ``train`` describes."""
         return cls(
             model,
             optimizer,
@@ -143,7 +143,7 @@ class Engine:
         return tally
 
     def _loss_scale(self, batches: Sequence[Batch]) -> Tensor:
-        """Return 1 / (valid tokens of the global batch), fp32. Ranks that share a batch count their part of it."""
+        """1 / (valid tokens of the global batch), fp32. Ranks that share a batch count their part of it."""
         total = torch.zeros((), dtype=torch.float64, device=batches[0].ids_BS.device)
         for batch in batches:
             total += _valid(batch) / (batch.cp or self.layout.size("cp"))
@@ -154,7 +154,7 @@ class Engine:
 
 
 def _valid(batch: Batch) -> int | Tensor:
-    """Return the number of valid tokens, fp64 on the device if there is a mask: the host does not wait."""
+    """Number of valid tokens, fp64 on the device if there is a mask: the host does not wait."""
     return batch.ids_BS.numel() if batch.mask_BS is None else batch.mask_BS.sum(dtype=torch.float64)
 
 
@@ -180,7 +180,7 @@ def _result(made: Attempt) -> StepResult:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> float:
-    """Return the mean loss in nats over the valid tokens of all ranks. Every rank passes the same number of batches."""
+    """Mean loss in nats over the valid tokens of all ranks. Every rank passes the same number of batches."""
     was_training = model.training
     model.eval()
     tally = Tally(next(model.parameters()).device)

@@ -14,7 +14,7 @@ from moefw.training.session import Session
 
 
 def evaluation(session: Session) -> dict[str, float]:
-    """Return ``eval_loss`` (nats per token) and ``eval_bits_per_byte`` over held-out text. Collective."""
+    """``eval_loss`` (nats per token) and ``eval_bits_per_byte`` over held-out text. Collective."""
     data = session.data
     loss = evaluate(session.model, list(_batches(session)), session.layout)
     tokens_per_byte = len(data.heldout) / max(1, data.num_heldout_bytes)
@@ -22,14 +22,14 @@ def evaluation(session: Session) -> dict[str, float]:
 
 
 def evaluation_starts(session: Session) -> list[int]:
-    """Return the start positions of an evaluation's windows. Raises DataError if there is no window."""
+    """Start positions of an evaluation's windows. Raises DataError if there is no window."""
     spec = session.assembly.spec.train
     starts = heldout_windows(len(session.data.heldout), seq_len=spec.seq_len, max_tokens=spec.eval_tokens)
     return [int(start) for start in starts]
 
 
 def zlib_bits_per_byte(text: bytes) -> float:
-    """Return the size of the text compressed by ``zlib -9``, in bits per byte."""
+    """Size of the text compressed by ``zlib -9``, in bits per byte."""
     return 8 * len(zlib.compress(text, 9)) / max(1, len(text))
 
 

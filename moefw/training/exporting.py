@@ -71,7 +71,7 @@ def _too_large(what: str) -> CheckpointError:
 
 
 def config_of(resolved: Tree) -> dict[str, Any]:
-    """Return the ``config.json`` of a model, given its resolved spec.
+    """``config.json`` of a model, given its resolved spec.
 
     Raises CheckpointError with what the likeliest family of Hugging Face cannot say.
     """
@@ -97,7 +97,7 @@ def config_of(resolved: Tree) -> dict[str, Any]:
 
 
 def _read_back(config: Tree) -> dict[str, Any]:
-    """Return what a model computes whose configuration this is; nothing if it cannot be read."""
+    """Options on which the logits of a configuration's model depend; empty if the configuration cannot be read."""
     with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
@@ -131,13 +131,13 @@ def _computed(model: Tree, attention: Tree, routing: Tree) -> Iterator[tuple[str
 
 
 def _exported(manifest: Manifest) -> list[str]:
-    """Return the tensors of a checkpoint that belong to the model: parameters, and the routers' states."""
+    """Tensors of a checkpoint that belong to the model: parameters, and the routers' states."""
     routers = (name for name in manifest.tensors if name.startswith("state/") and ".router." in name)
     return [*(name for name in manifest.tensors if name.startswith("model/")), *routers]
 
 
 def _described(origins: Mapping[str, Origin], manifest: Manifest, dtype: torch.dtype) -> dict[str, Description]:
-    """Return every tensor of the folder, with the shape that its pieces make up."""
+    """Every tensor of the folder, with the shape that its pieces make up."""
     pieces: dict[str, list[str]] = {}
     for name, origin in origins.items():
         pieces.setdefault(origin.name, []).append(name)

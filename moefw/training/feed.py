@@ -105,7 +105,7 @@ class Packs:
 
 
 def feed_of(session: Session) -> Windows | Packs:
-    """Return what a run reads: a pure function of seed and step. Raises DataError if there is too little text."""
+    """Micro-batches of a run: a pure function of seed and step. Raises DataError if there is too little text."""
     spec = session.assembly.spec.train
     seed = session.assembly.spec.run.seed
     sizes = {"seq_len": spec.seq_len, "sequences_per_step": spec.tokens_per_step // spec.seq_len}

@@ -31,7 +31,7 @@ MOST_NAMED = 10
 
 
 def checkpoint_dirs(run_dir: Path) -> list[tuple[int, Path]]:
-    """Return the committed checkpoints of a run as (step, folder), oldest first.
+    """Committed checkpoints of a run as (step, folder), oldest first.
 
     A ``step-N.replaced`` that a killed run left counts as the checkpoint of its step if there is no ``step-N``.
     """
@@ -105,7 +105,7 @@ def _strange(run_dir: Path) -> Iterator[str]:
 
 
 def _is_same_run(run_dir: Path, assembly: Assembly) -> bool:
-    """Return whether the run in a folder was started with the same spec."""
+    """Whether the run in a folder was started with the same spec."""
     try:
         before = YAML(typ="safe").load(run_dir / "spec.yaml")
     except (OSError, ValueError, YAMLError):
@@ -114,7 +114,7 @@ def _is_same_run(run_dir: Path, assembly: Assembly) -> bool:
 
 
 def kept_spec(assembly: Assembly) -> dict[str, Any]:
-    """Return the resolved spec as a run's folder keeps it, valid from any working directory."""
+    """Resolved spec as a run's folder keeps it, valid from any working directory."""
     parts = evolve(assembly.parts, data=assembly.parts.data.anchored())
     kept: dict[str, Any] = json.loads(json.dumps(evolve(assembly, parts=parts).resolved()))
     for path in ("weights", "replay_routes"):
@@ -162,7 +162,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """Return the folder of prepared data: ``$MOEFW_CACHE``, else the user's cache folder. Raises PlanError."""
+    """Folder of prepared data: ``$MOEFW_CACHE``, else the user's cache folder. Raises PlanError."""
     chosen = os.environ.get("MOEFW_CACHE")
     if chosen:
         return Path(chosen)
@@ -177,7 +177,7 @@ def cache_dir() -> Path:
 
 
 def sealed(text: str) -> str:
-    """Return a spec, which ends with a newline, with its seal: a YAML comment."""
+    """Spec, which ends with a newline, with its seal: a YAML comment."""
     return f"{text}{_seal(text.encode())}"
 
 

@@ -21,7 +21,7 @@ RECOMPUTES: Final = "no past is kept (moefw.CachedAttention, cp 1), so each toke
 
 
 def keeps_past(model: nn.Module) -> bool:
-    """Return whether a model computes new tokens alone, behind what it keeps of those before (``extend``)."""
+    """Whether a model computes new tokens alone, behind what it keeps of those before (``extend``)."""
     return bool(getattr(model, "keeps_past", False))
 
 
@@ -29,7 +29,7 @@ def keeps_past(model: nn.Module) -> bool:
 def generate(
     model: nn.Module, data: DataSource, prompt: str, *, tokens: int, temperature: float, seed: int, window: int
 ) -> str:
-    """Return ``prompt`` and up to ``tokens`` tokens more, drawn from the softmax at ``temperature`` (0: the likeliest).
+    """``prompt`` and up to ``tokens`` tokens more, drawn from the softmax at ``temperature`` (0: the likeliest).
 
     ``window``: see :class:`Reader`. Every rank that shares the model passes the same arguments. Raises DataError if the
     prompt is empty, and NotFiniteError.
@@ -71,7 +71,7 @@ class Reader:
         self._past: Past | None = None
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
-        """Return the logits of the next token, ``(vocabulary)`` fp32 on the host. ``ids`` begin with those before."""
+        """Logits of the next token, ``(vocabulary)`` fp32 on the host. ``ids`` begin with those before."""
         if len(ids) - self._first > self.window:
             self._first = len(ids) - (max(1, self.window // 2) if self._read else self.window)
             self._past = None

@@ -40,7 +40,7 @@ def import_folder(source: Path, run_dir: Path) -> None:
 
 
 def opened(source: Path, run_dir: Path) -> tuple[Assembly, nn.Module, Folder, Mapping[str, Origin]]:
-    """Return the assembly of a run in ``run_dir`` with the model of a Hugging Face folder, the model without values,
+    """Assembly of a run in ``run_dir`` with the model of a Hugging Face folder, the model without values,
     the folder's tensors, and the origin of each parameter and state. Raises what :func:`import_folder` does.
     """
     if not source.is_dir():

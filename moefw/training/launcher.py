@@ -98,7 +98,7 @@ def _started(command: Sequence[str], world: int, folder: Path) -> Iterator[list[
 
 
 def _on_loopback() -> dict[str, str]:
-    """Return the environment that keeps the sockets of gloo and NCCL off the network."""
+    """Environment that keeps the sockets of gloo and NCCL off the network."""
     name = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
 

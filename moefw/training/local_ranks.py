@@ -56,7 +56,7 @@ class LocalRanks:
         self._lost_until_s = math.inf
 
     def wait(self) -> int:
-        """Return the exit code of the run as soon as it is decided; ranks may still be running.
+        """Exit code of the run as soon as it is decided; ranks may still be running.
 
         Raises RunError with a problem that no rank reports, and StoppedError if a signal came before there was anything
         to save.
@@ -74,7 +74,7 @@ class LocalRanks:
             time.sleep(_LOOK_S)
 
     def _outcome(self) -> Outcome | None:
-        """Return the outcome of the run by the ranks that have left, None while it is undecided."""
+        """Outcome of the run by the ranks that have left, None while it is undecided."""
         gone = self._gone()
         if all(each.well for each in gone):
             return Outcome(code=0) if len(gone) == len(self._processes) else None
@@ -96,7 +96,7 @@ class LocalRanks:
         ]
 
     def _record(self, rank: int) -> Record:
-        """Return a rank's record, with the pid and host of the process that was started."""
+        """A rank's record, with the pid and host of the process that was started."""
         return evolve(read_record(self._buffers[rank]), pid=self._processes[rank].pid, host=socket.gethostname())
 
     def _forward(self, number: signal.Signals) -> None:

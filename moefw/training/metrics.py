@@ -114,7 +114,7 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def _event(record: Mapping[str, object]) -> bytes:
-    """Return the top-level numbers of a record as a TensorBoard event."""
+    """Top-level numbers of a record as a TensorBoard event."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -126,7 +126,7 @@ def _event(record: Mapping[str, object]) -> bytes:
 
 
 def _first_event(step: int) -> bytes:
-    """Return the first events of a file, which hide those of other files from ``step`` on."""
+    """First events of a file, which hide those of other files from ``step`` on."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     version = Event(wall_time=time.time(), step=step, file_version="brain.Event:2")
@@ -143,7 +143,7 @@ def _framed(event: Any) -> bytes:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a ``metrics.jsonl`` in the order of the file; non-finite values are None.
+    """Records of a ``metrics.jsonl`` in the order of the file; non-finite values are None.
 
     An incomplete last line, as a killed run leaves it, is skipped. Raises ``DataError`` if the file is missing or a
     line before the last is damaged.
@@ -174,7 +174,7 @@ def _truncate(path: Path, keep_until: int | None) -> None:
 
 
 def _plain(value: object) -> object:
-    """Return JSON-serializable data: Python numbers for NumPy numbers, None for non-finite ones."""
+    """JSON-serializable data: Python numbers for NumPy numbers, None for non-finite ones."""
     match value:
         case Mapping():
             return {key: _plain(item) for key, item in value.items()}

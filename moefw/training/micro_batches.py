@@ -35,7 +35,7 @@ class Run(Protocol):
 
 
 def run_of(model: nn.Module, *, keep_routes: bool = False, reduce_once: bool = False) -> Run:
-    """Return how a model trains: its pipeline, or one micro-batch behind the other.
+    """How a model trains: its pipeline, or one micro-batch behind the other.
 
     ``keep_routes``: see :class:`Tally`. ``reduce_once``: FSDP reduces gradients once, not after each backward.
     """
@@ -45,7 +45,7 @@ def run_of(model: nn.Module, *, keep_routes: bool = False, reduce_once: bool = F
 
 
 def in_stages(model: Any, *, keep_routes: bool = False, reduce_once: bool = False) -> Run:
-    """Return the run of this rank's stages of a ``Pipelined``, in the order of the pipeline's schedule."""
+    """Run of this rank's stages of a ``Pipelined``, in the order of the pipeline's schedule."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
@@ -74,7 +74,7 @@ def in_stages(model: Any, *, keep_routes: bool = False, reduce_once: bool = Fals
 
 
 def _gathered(model: Any) -> AbstractContextManager[None]:
-    """Return the context in which stages of a model run. Only models that FSDP shards import it."""
+    """Context in which stages of a model run. Only models that FSDP shards import it."""
     if not _is_sharded(model):
         return nullcontext()
     from moefw.runtime.parallel.sharding import gathered
@@ -111,7 +111,7 @@ def _is_sharded(model: Any) -> bool:
 
 
 def in_order(model: nn.Module, *, keep_routes: bool = False, reduce_once: bool = False) -> Run:
-    """Return the run of each micro-batch forward and backward before the next."""
+    """Run of each micro-batch forward and backward before the next."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)

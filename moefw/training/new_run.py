@@ -25,7 +25,7 @@ FILE: Final = "rank-00000.safetensors"
 
 
 def on_meta(assembly: Assembly) -> nn.Module:
-    """Return the model of an assembly for one process, without values."""
+    """Model of an assembly for one process, without values."""
     device = torch.device("meta")
     with device:
         return build_model(assembly, open_layout(assembly, "cpu"), device, Shared())

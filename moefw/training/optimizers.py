@@ -33,11 +33,11 @@ class AdamW(OptimizerPlugin):
         return moefw.offers(region=((OPTIMIZER, "bf16"), (OPTIMIZER, "offload")))
 
     def states(self) -> tuple[str, ...]:
-        """Return the names of the moments."""
+        """Names of the moments."""
         return ("exp_avg", "exp_avg_sq")
 
     def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
-        """Return a fused ``torch.optim.AdamW``; a group holds parameters of one mesh with the same decay."""
+        """Fused ``torch.optim.AdamW``; a group holds parameters of one mesh with the same decay."""
         import torch
 
         alike: dict[Any, list[Any]] = {}

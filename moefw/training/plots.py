@@ -103,7 +103,7 @@ def plot_loss(records: Sequence[Mapping[str, Any]], out: Path, *, zlib_bits: flo
 
 
 def _bits_per_byte_of_a_nat(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the bits per byte of one nat per token, by the last evaluation; None if there is none."""
+    """Bits per byte of one nat per token, by the last evaluation; None if there is none."""
     for record in reversed(records):
         bits = record.get("eval_bits_per_byte")
         nats = record.get("eval_loss")
@@ -177,7 +177,7 @@ def plot_expert_load(load_LE: Sequence[Sequence[float]], layers: Sequence[int], 
 
 
 def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[Floats, Floats]:
-    """Return the steps and the values of a key, NaN for None. Records without the key are left out."""
+    """Steps and the values of a key, NaN for None. Records without the key are left out."""
     import numpy as np
 
     rows = [(record["step"], record[key]) for record in records if key in record]
@@ -185,7 +185,7 @@ def _series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[Floats, Flo
 
 
 def _smooth(values: Floats) -> Floats:
-    """Return a local linear fit at each step, with Gaussian weights over about a thirtieth of the run; NaN stays NaN.
+    """Local linear fit at each step, with Gaussian weights over about a thirtieth of the run; NaN stays NaN.
 
     A line instead of a mean, as a mean is biased at the ends and on the steep start (Cleveland 1979, LOWESS).
     """
@@ -250,7 +250,7 @@ def _clean(axes: Axes) -> None:
 
 
 def _last(values: Floats, name: str, color: str) -> list[_Label]:
-    """Return the label of a series: its last finite value, or nothing for none."""
+    """Label of a series: its last finite value, or nothing for none."""
     import numpy as np
 
     known = values[np.isfinite(values)]

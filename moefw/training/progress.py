@@ -155,7 +155,7 @@ class Progress:
         self.note("  ".join(parts))
 
     def _left_s(self) -> float | None:
-        """Return the seconds left at the pace of the last steps. None before the second step, as the first compiles."""
+        """Seconds left at the pace of the last steps. None before the second step, as the first compiles."""
         if len(self._marks) < 2:
             return None
         first_s, first = self._marks[0]
@@ -184,7 +184,7 @@ class Progress:
         yield grid
 
     def _parts(self) -> list[_Part]:
-        """Return the parts from left to right."""
+        """Parts from left to right."""
         seen = self._seen
         elapsed = _clock(self._now() - self._start_s)
         if seen is None:
@@ -204,7 +204,7 @@ class Progress:
         return parts
 
     def _count(self, step: int) -> str:
-        """Return ``step/total``, always of one width, so that the bar does not jump."""
+        """``step/total``, always of one width, so that the bar does not jump."""
         return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
 
@@ -213,7 +213,7 @@ def _join(parts: list[_Part], *, short: bool) -> Text:
 
 
 def _clock(seconds: float) -> str:
-    """Return ``m:ss``, or ``h:mm:ss`` from an hour on."""
+    """``m:ss``, or ``h:mm:ss`` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

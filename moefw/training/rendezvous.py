@@ -22,7 +22,7 @@ _LOOK_S: Final = 1.0
 
 
 def meet(place: Place, *, timeout: timedelta) -> Store:
-    """Return the store of this run's ranks. Collective.
+    """Store of this run's ranks. Collective.
 
     Ranks that moefw started share a file that no other user can open. Under torchrun they use the store of its agents,
     with a separate prefix for each restart. Elsewhere rank 0 listens on ``MASTER_PORT``. Raises PlanError if the host
@@ -64,7 +64,7 @@ def _resolve(address: Address) -> None:
 
 
 def _not_met(place: Place, address: Address, error: RuntimeError) -> MoefwError:
-    """Return what kept this rank from meeting the others."""
+    """Error that tells what kept this rank from meeting the others."""
     if "EADDRINUSE" in str(error):
         what = f"port {address.port} ({address.port_from}), where ranks meet, is in use on this machine."
         return PlanError(what, "Set MASTER_PORT to a free port, the same on every rank.")

@@ -98,7 +98,7 @@ def say(console: Console, text: str) -> None:
 
 
 def _readable(path: Path, console: Console) -> list[dict[str, Any]]:
-    """Return the records of a run. If they cannot be read, print the reason and return none."""
+    """Records of a run. If they cannot be read, print the reason and return none."""
     try:
         return read_metrics(path)
     except DataError as error:

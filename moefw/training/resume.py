@@ -15,7 +15,7 @@ Which = Word | int
 
 
 def read_which(text: str) -> Which:
-    """Return the choice that ``--resume=TEXT`` names. Raises SpecError if it names none."""
+    """Choice that ``--resume=TEXT`` names. Raises SpecError if it names none."""
     words: tuple[Word, ...] = get_args(Word)
     if re.fullmatch(r"[0-9]{1,18}", text):
         return int(text)
@@ -27,7 +27,7 @@ def read_which(text: str) -> Which:
 
 
 def candidates(run_dir: Path, which: Which) -> list[tuple[int, Path]]:
-    """Return the checkpoints that a run may resume from as (step, folder), in the order to try them.
+    """Checkpoints that a run may resume from as (step, folder), in the order to try them.
 
     Empty if ``auto`` starts anew. Raises CheckpointError if there is none to resume from.
     """

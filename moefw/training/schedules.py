@@ -24,7 +24,7 @@ class Cosine(SchedulePlugin):
     final_share: float = field(default=0.1, validator=share)
 
     def factor(self, step: int, steps: int) -> float:
-        """Return the learning rate of ``step`` as a share of the peak."""
+        """Learning rate of ``step`` as a share of the peak."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps + 1) / max(1, steps - self.warmup_steps)
@@ -45,7 +45,7 @@ class WSD(SchedulePlugin):
     final_share: float = field(default=0.0, validator=share)
 
     def factor(self, step: int, steps: int) -> float:
-        """Return the learning rate of ``step`` as a share of the peak."""
+        """Learning rate of ``step`` as a share of the peak."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         decay_steps = min(round(steps * self.decay_share), steps - self.warmup_steps)

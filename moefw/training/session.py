@@ -53,7 +53,7 @@ class Session:
         return self.layout.rank == 0
 
     def read(self, stream: TokenStream, starts: Iterable[int], **more: Any) -> Batch:
-        """Return the windows of a stream at ``starts`` as a batch; ``more`` is for :meth:`batch`."""
+        """Windows of a stream at ``starts`` as a batch; ``more`` is for :meth:`batch`."""
         train = self.assembly.spec.train
         windows_BS = read_windows(stream, starts, seq_len=train.seq_len, vocab_size=self.data.vocab_size)
         numbers_BS = number_documents(stream, starts, seq_len=train.seq_len) if train.masks_documents else None
@@ -67,7 +67,7 @@ class Session:
         valid: int | None = None,
         seeds_B: Ids | None = None,
     ) -> Batch:
-        """Return windows ``(B, S+1)`` as a batch on the device; sequences from ``valid`` on are padding.
+        """Windows ``(B, S+1)`` as a batch on the device; sequences from ``valid`` on are padding.
 
         ``documents_BS`` numbers the documents of the windows, ascending ``(B, S+1)``: positions restart in each, and
         the last token of a document is padding, because its label is in another one. None: a window is one document.
@@ -97,7 +97,7 @@ class Session:
 
 
 def _positions(documents_BS: Ids) -> Ids:
-    """Return the position of each token in its document, or in the part of it that the window holds."""
+    """Position of each token in its document, or in the part of it that the window holds."""
     place_S = np.arange(documents_BS.shape[1])
     starts_BS = np.diff(documents_BS, axis=1, prepend=documents_BS[:, :1]) != 0
     return place_S - np.maximum.accumulate(np.where(starts_BS, place_S, 0), axis=1)
@@ -151,7 +151,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
 
 
 def _lost_a_rank(error: RuntimeError) -> bool:
-    """Return whether an error is a broken connection; gloo has no class for it."""
+    """Whether an error is a broken connection; gloo has no class for it."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
@@ -168,7 +168,7 @@ def _device(assembly: Assembly, place: Place) -> torch.device:
 
 
 def _backend(device: torch.device, store: Any, world: int) -> str:
-    """Return NCCL if every rank has its own GPU; gloo on CPUs, and if ranks share a GPU, which NCCL refuses.
+    """NCCL if every rank has its own GPU; gloo on CPUs, and if ranks share a GPU, which NCCL refuses.
 
     Ranks count the users of each GPU by its UUID, as each may see only its own, under the same index. Collective.
     """

@@ -37,7 +37,7 @@ def open_trained(assembly: Assembly) -> Iterator[tuple[Session, int]]:
 
 
 def _explained(error: NotFiniteError, session: Session, folder: Path) -> RunError:
-    """Return the error with its cause: the first weight that is not finite, and a checkpoint that is."""
+    """Error with its cause: the first weight that is not finite, and a checkpoint that is."""
     (problem,) = error.problems
     bad = bad_state(session.model)
     if bad is not None:
@@ -47,7 +47,7 @@ def _explained(error: NotFiniteError, session: Session, folder: Path) -> RunErro
 
 
 def _load_last(run_dir: Path, session: Session) -> tuple[int, Path]:
-    """Return the step and the folder of the checkpoint that was read."""
+    """Step and the folder of the checkpoint that was read."""
     for _ in range(TRIES):
         ((_, folder),) = candidates(run_dir, "last")
         try:

@@ -181,7 +181,7 @@ class Trainer:
         return record
 
     def _due(self, step: int, every: int) -> bool:
-        """Return whether an action with period ``every``, which also follows the last step, is due after ``step``."""
+        """Whether an action with period ``every``, which also follows the last step, is due after ``step``."""
         return step + 1 == self.spec.steps or (every > 0 and (step + 1) % every == 0)
 
     def _writing_checkpoint(self, step: int) -> AbstractContextManager[None]:

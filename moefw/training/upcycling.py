@@ -72,7 +72,7 @@ class Upcycling:
         return inverse_mean_weight * self.granularity / self.top_k
 
     def factor(self, matrix: str) -> float:
-        """Return the factor of the ``gate``, ``up`` or ``down`` matrix of an expert."""
+        """Factor of the ``gate``, ``up`` or ``down`` matrix of an expert."""
         return float(self.scale ** POWERS[self.scaling][matrix])
 
     def problems(self, dense_dim: int) -> Iterator[Problem]:
@@ -101,7 +101,7 @@ class Dense:
 
 
 def dense_of_folder(source: Path, run_dir: Path) -> Dense:
-    """Return the model of a Hugging Face folder. Raises SpecError or CheckpointError as an import does."""
+    """Model of a Hugging Face folder. Raises SpecError or CheckpointError as an import does."""
     assembly, _, folder, origins = opened_folder(source, run_dir)
 
     @contextmanager
@@ -113,7 +113,7 @@ def dense_of_folder(source: Path, run_dir: Path) -> Dense:
 
 
 def dense_of_run(assembly: Assembly) -> Dense:
-    """Return the model in a run's last checkpoint. Raises CheckpointError if there is none, or it is damaged."""
+    """Model in a run's last checkpoint. Raises CheckpointError if there is none, or it is damaged."""
     run_dir = Path(assembly.spec.run.dir)
     ((_, checkpoint),) = candidates(run_dir, "last")
     with way_out(checkpoint):
@@ -187,7 +187,7 @@ def _assembled(dense: Assembly, how: Upcycling, run_dir: Path) -> Assembly:
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, str | None, int]]]:
-    """Return what becomes of each dense tensor: parameters, each with its expert's matrix and number, if it has any."""
+    """Parameters that are made of each dense tensor, each with its expert's matrix and number, if it has any."""
     pieces: dict[str, list[tuple[str, str | None, int]]] = {}
     for name in tensors:
         match = re.fullmatch(r"(.*)\.moe\.experts\.(\d+)\.((gate|up|down)_proj\.weight)", name)
@@ -204,7 +204,7 @@ def _is_router(name: str) -> bool:
 
 
 def _router(model: nn.Module, name: str, dim: int, how: Upcycling, seed: int) -> Tensor:
-    """Return rows ``(E, D)``: one for each virtual group, drawn as in training, and repeated for its experts."""
+    """Rows ``(E, D)``: one for each virtual group, drawn as in training, and repeated for its experts."""
     std: Any = model.init_std
     rows_CD = draw(name, torch.Size((how.copies, dim)), std(name), seed=seed)
     return rows_CD.repeat_interleave(how.granularity, 0)

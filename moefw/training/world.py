@@ -53,7 +53,7 @@ class Address:
 
 
 def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return the place that torchrun or Slurm gave this process, or None outside of both.
+    """Place that torchrun or Slurm gave this process, or None outside of both.
 
     Raises PlanError with each variable that a run cannot use, also those that are read later.
     """
@@ -98,7 +98,7 @@ def _place(reader: EnvironmentReader) -> Place | None:
 
 
 def _tasks_here(reader: EnvironmentReader) -> int:
-    """Return how many tasks Slurm runs on this node, 3 of ``2(x2),3`` on the third; 1 if unknown."""
+    """How many tasks Slurm runs on this node, 3 of ``2(x2),3`` on the third; 1 if unknown."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     name = next((name for name in names if name in reader.environment), None)
     node = reader.number("SLURM_NODEID", 0)
@@ -118,7 +118,7 @@ def _tasks_here(reader: EnvironmentReader) -> int:
 
 
 def threads_of_a_rank(local_world: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of threads of a rank: ``OMP_NUM_THREADS``, or its share of the cores. Raises PlanError."""
+    """Number of threads of a rank: ``OMP_NUM_THREADS``, or its share of the cores. Raises PlanError."""
     reader = EnvironmentReader(environment)
     threads = _threads(reader, local_world)
     reader.raise_problems()
@@ -140,12 +140,12 @@ def _threads(reader: EnvironmentReader, local_world: int) -> int:
 
 
 def restarted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun has restarted this run's ranks after one of them failed."""
+    """Whether torchrun has restarted this run's ranks after one of them failed."""
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def rendezvous(environment: Mapping[str, str] = os.environ) -> Address:
-    """Return the address at which ranks meet. Raises PlanError."""
+    """Address at which ranks meet. Raises PlanError."""
     reader = EnvironmentReader(environment)
     address = _address(reader)
     reader.raise_problems()

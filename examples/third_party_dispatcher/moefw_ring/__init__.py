@@ -37,7 +37,7 @@ class Ring(moefw.DispatcherPlugin):
         return [moefw.need("axis", "ep", reason="the ring runs over the expert-parallel axis")]
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher of this process."""
+        """Dispatcher of this process."""
         from moefw_ring.dispatcher import RingDispatcher
 
         row_alignment = context.facts["row_alignment"]

@@ -69,7 +69,7 @@ class RingDispatcher(moefw.Dispatcher):
         )
 
     def _leaving(self, ids_TK: Tensor, step: int, hops: int) -> Slots:
-        """Return the tokens that leave on the lane of ``step``: those that go furthest first, else in order.
+        """Tokens that leave on the lane of ``step``: those that go furthest first, else in order.
 
         ``counts`` lists the number of tokens that make ``hops`` hops, then ``hops - 1``, and so on.
         """

@@ -34,17 +34,17 @@ class Lane:
 
     @property
     def hops(self) -> range:
-        """Return the numbers of the hops."""
+        """Numbers of the hops."""
         return range(len(self.rows[0]))
 
     @property
     def leaving(self) -> list[int]:
-        """Return the number of rows that leave this rank in each hop: first its own, then those of the previous hop."""
+        """Number of rows that leave this rank in each hop: first its own, then those of the previous hop."""
         return [self._rows_of(hop)[hop] for hop in self.hops]
 
     @property
     def arriving(self) -> list[int]:
-        """Return the number of rows that arrive at this rank in each hop."""
+        """Number of rows that arrive at this rank in each hop."""
         return [self._rows_of(hop + 1)[hop] for hop in self.hops]
 
     def _rows_of(self, distance: int) -> Sequence[int]:
@@ -86,7 +86,7 @@ class Lane:
 
 
 def _added(rows_ND: Tensor, more_ND: Tensor) -> Tensor:
-    """Return ``rows_ND`` with ``more_ND`` added to its first rows."""
+    """``rows_ND`` with ``more_ND`` added to its first rows."""
     total_ND = rows_ND.clone()
     total_ND[: len(more_ND)] += more_ND
     return total_ND
@@ -116,7 +116,7 @@ class Onward:
         self.lanes = lanes
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Work]]:
-        """Return the buffers of the arriving rows, in order of hops, and the works to wait for."""
+        """Buffers of the arriving rows, in order of hops, and the works to wait for."""
         return _launch([(sum(lane.arriving), lane.out) for lane in self.lanes], tensors)
 
 
@@ -128,7 +128,7 @@ class Return:
         self.lanes = lanes
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Work]]:
-        """Return the buffers of the returning sums, in the order in which rows left, and the works to wait for."""
+        """Buffers of the returning sums, in the order in which rows left, and the works to wait for."""
         return _launch([(lane.leaving[0], lane.back) for lane in self.lanes], tensors)
 
 

@@ -34,7 +34,7 @@ class TestOneWayRing(DispatcherSuite):
 
 
 def counted(group: Any, rank: int, assembly: Assembly, distance: int) -> Traffic:
-    """Return the traffic of a rank for one token whose only expert is on the rank ``distance`` further round."""
+    """Traffic of a rank for one token whose only expert is on the rank ``distance`` further round."""
     shared = Shared()
     dispatcher = open_dispatcher(assembly, group, ranks_per_node=RANKS, shared=shared)
     ids_TK = torch.tensor([[(rank + distance) % RANKS]])

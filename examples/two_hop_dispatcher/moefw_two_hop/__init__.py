@@ -32,7 +32,7 @@ class TwoHop(moefw.DispatcherPlugin):
         return [moefw.need("axis", "ep", reason="both hops run over the expert-parallel ranks")]
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher of this process. Raises PlanError where nodes hold unequal numbers of its ranks."""
+        """Dispatcher of this process. Raises PlanError where nodes hold unequal numbers of its ranks."""
         from moefw_two_hop.dispatcher import TwoHopDispatcher
 
         return TwoHopDispatcher(context.expert_group(), row_alignment=context.facts["row_alignment"])

@@ -139,7 +139,7 @@ class TwoHopDispatcher(moefw.Dispatcher):
 
 
 def _hop(group: ProcessGroup | None, size: int, units_TK: Tensor, capacity: int) -> tuple[Hop, int]:
-    """Return a hop to the given ones of ``size`` ranks, and the sum of their capacities. Exchanges numbers of rows."""
+    """Hop to the given ones of ``size`` ranks, and the sum of their capacities. Exchanges numbers of rows."""
     slots = sort_slots(distinct(units_TK), size)
     ones = [1] * size
     asked_P2 = exchange_now(F.pad(slots.counts.unsqueeze(1), (0, 1), value=capacity), ones, ones, group)

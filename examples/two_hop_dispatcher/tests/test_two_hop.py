@@ -27,7 +27,7 @@ class TestTwoHop(DispatcherSuite):
 
 
 def counted(group: Any, rank: int, assembly: Assembly) -> Traffic:
-    """Return the traffic of a rank for one token whose experts are on all ranks."""
+    """Traffic of a rank for one token whose experts are on all ranks."""
     shared = Shared()
     dispatcher = open_dispatcher(assembly, group, ranks_per_node=PER_NODE, shared=shared)
     counts = count_bytes(dispatcher, group, torch.randn(1, DIM), torch.rand(1, RANKS), torch.arange(RANKS).view(1, -1))

@@ -12,7 +12,7 @@ __all__ = ["add_wgrad", "adds_in_place"]
 
 
 def adds_in_place(operand: Tensor) -> bool:
-    """Return whether ``add_wgrad`` takes such operands: on a GPU those of 16 bits, on a CPU all, elsewhere none."""
+    """Whether ``add_wgrad`` takes such operands: on a GPU those of 16 bits, on a CPU all, elsewhere none."""
     if takes_kernels(operand):
         return operand.dtype in (torch.bfloat16, torch.float16)
     return not runs_ahead(operand.device)

@@ -14,7 +14,7 @@ _TILES = [(128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (64, 256, 64, 8, 3), (64, 
 
 
 def _tuned(kernel):
-    """Return the kernel, autotuned over tiles for its sizes. The interpreter has no clock and takes the first tile.
+    """Kernel, autotuned over tiles for its sizes. The interpreter has no clock and takes the first tile.
 
     A trial must not add to the gradients: they are restored after each.
     """

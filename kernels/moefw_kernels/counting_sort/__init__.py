@@ -15,7 +15,7 @@ MOST_EXPERTS: Final = 1024
 
 
 def counting_sort(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the places of the ids in ascending order, and how often each id occurs, ``(num_experts)`` int64.
+    """Places of the ids in ascending order, and how often each id occurs, ``(num_experts)`` int64.
 
     ``expert_N``: int64 or int32. Equal ids keep their order. Ids outside 0..num_experts-1 come last, in their order,
     and are not counted. The places are int64, or int32 from the kernel. The host does not wait.

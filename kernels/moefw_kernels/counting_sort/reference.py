@@ -13,11 +13,11 @@ def counting_sort(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def keys_of(expert_N: Tensor, num_experts: int) -> Tensor:
-    """Return the ids as int64; ``num_experts`` stands for those outside 0..num_experts-1."""
+    """Ids as int64; ``num_experts`` stands for those outside 0..num_experts-1."""
     return torch.where((expert_N >= 0) & (expert_N < num_experts), expert_N, num_experts).long()
 
 
 def count(keys_N: Tensor, num_experts: int) -> Tensor:
-    """Return how often each of 0..num_experts-1 occurs in keys of at most ``num_experts``, int64."""
+    """How often each of 0..num_experts-1 occurs in keys of at most ``num_experts``, int64."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=keys_N.device)
     return counts.scatter_add_(0, keys_N, torch.ones_like(keys_N))[:num_experts]

@@ -17,7 +17,7 @@ BLOCK = 128
 def blockwise_grouped_mm(
     a: Quantized, b: Quantized, ends_e: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Return the products of groups, as ``torch.nn.functional.grouped_mm`` defines them.
+    """Products of groups, as ``torch.nn.functional.grouped_mm`` defines them.
 
     Rows by weights: ``a`` (R, I) in blocks of 1x128 and ``b`` (e, I, O) of 128x128 give ``(R, O)``. Groups may begin
     anywhere, and rows past the last end are undefined. Sum over rows: ``a`` (O, R) in blocks of 1x128 and ``b``
@@ -46,7 +46,7 @@ def blockwise_grouped_mm(
 def tensorwise_grouped_mm(
     a: Quantized, b: Quantized, ends_e: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Return the products of groups that have one scale for their rows and one for their weights.
+    """Products of groups that have one scale for their rows and one for their weights.
 
     These are the scales that ``quantize_tensor`` makes with ``ends_e``. Shapes are those of ``blockwise_grouped_mm``.
 

@@ -9,7 +9,7 @@ from moefw_kernels.quantize import Quantized
 
 
 def grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Return the products of the kernels, except for the order of their sums."""
+    """Products of the kernels, except for the order of their sums."""
     left = a.dequantize()
     right = b.dequantize()
     ends = ends_e.tolist()

@@ -23,7 +23,7 @@ _TILES = [(128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4), (128, 64, 4, 4)]
 
 
 def _tuned(kernel, sizes):
-    """Return the kernel, autotuned over tiles for its sizes. The interpreter has no clock and takes the first tile."""
+    """Kernel, autotuned over tiles for its sizes. The interpreter has no clock and takes the first tile."""
     tiles = _TILES[:1] if triton.knobs.runtime.interpret else _TILES
     configs = [triton.Config({"BM": m, "BN": n}, num_warps=warps, num_stages=stages) for m, n, warps, stages in tiles]
     return triton.autotune(configs, key=sizes)(kernel)
@@ -31,7 +31,7 @@ def _tuned(kernel, sizes):
 
 @triton.jit
 def _group_of_tile(ends, tile, groups, G: tl.constexpr, BM: tl.constexpr):
-    """Return the group of a tile of at most BM rows, the tile's first row, and the end of the group."""
+    """Group of a tile of at most BM rows, the tile's first row, and the end of the group."""
     g = tl.arange(0, G)
     stops = tl.load(ends + g, mask=g < groups, other=0)
     starts = tl.load(ends + g - 1, mask=(g > 0) & (g < groups), other=0)
@@ -142,7 +142,7 @@ def _grouped_mm(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dty
 
 
 def _multiply_rows(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype, *, blocks: bool) -> Tensor:
-    """Return the products of rows (R, I) and weights (e, I, O), ``(R, O)``."""
+    """Products of rows (R, I) and weights (e, I, O), ``(R, O)``."""
     num_rows, k = a.shape
     n = b.shape[-1]
     groups = len(ends_e)
@@ -178,7 +178,7 @@ def _multiply_rows(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.
 
 
 def _sum_over_rows(a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype, *, blocks: bool) -> Tensor:
-    """Return the products of (O, R) and (R, I) over each group of the R rows, ``(e, O, I)``."""
+    """Products of (O, R) and (R, I) over each group of the R rows, ``(e, O, I)``."""
     m, num_rows = a.shape
     n = b.shape[-1]
     groups = len(ends_e)

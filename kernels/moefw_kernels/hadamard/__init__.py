@@ -13,7 +13,7 @@ __all__ = ["SIZE", "hadamard", "hadamard_matrix"]
 
 
 def hadamard(x: Tensor, *, axis: int = -1) -> Tensor:
-    """Return ``x`` (..., R, C) with every 16 numbers along ``axis``, -1 or -2, multiplied by ``hadamard_matrix()``.
+    """``x`` (..., R, C) with every 16 numbers along ``axis``, -1 or -2, multiplied by ``hadamard_matrix()``.
 
     Computed in fp32, rounded once to the dtype of ``x``; contiguous along ``axis``. The matrix is orthogonal, so
     ``hadamard(a) @ hadamard(b, axis=-2)`` is ``a @ b`` up to rounding. Not differentiable. Source: ``_apply_rht`` in

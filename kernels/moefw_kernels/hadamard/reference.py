@@ -12,7 +12,7 @@ SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def hadamard_matrix(device: torch.device | None = None) -> Tensor:
-    """Return ``diag(signs) @ H / 4``: (16, 16) fp32, orthogonal, with Sylvester's matrix H in natural order."""
+    """``diag(signs) @ H / 4``: (16, 16) fp32, orthogonal, with Sylvester's matrix H in natural order."""
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < SIZE:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

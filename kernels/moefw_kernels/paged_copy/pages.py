@@ -26,16 +26,16 @@ class Pages:
 
     @property
     def page_rows(self) -> int:
-        """Return the number of rows of a page."""
+        """Number of rows of a page."""
         return self.near.shape[1]
 
     def length_of(self, num_rows: int) -> int:
-        """Return the number of pages that ``num_rows`` rows need."""
+        """Number of pages that ``num_rows`` rows need."""
         return -(-num_rows // self.page_rows)
 
 
 def open_pages(near: Tensor, far: Tensor) -> Pages:
-    """Return a pool over the given memory, with all pages free.
+    """Pool over the given memory, with all pages free.
 
     Raises:
         ValueError: ``page_rows`` is no power of two, P is 0, pages are not integers, or near and far pages differ.

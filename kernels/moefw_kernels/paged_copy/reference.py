@@ -45,7 +45,7 @@ def free(pages: Pages, table: Tensor) -> None:
 
 
 def _places(pages: Pages, number: Tensor, near: Tensor, *, side: int) -> Tensor:
-    """Return the ring positions of the entries ``number`` of a table whose first ``near`` pages are near ones.
+    """Ring positions of the entries ``number`` of a table whose first ``near`` pages are near ones.
 
     ``side``: 0 to take pages, 1 to put them back.
     """

@@ -41,7 +41,7 @@ class Arrival:
     unused_R: Tensor | None = None
 
     def expand(self, rows_ND: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``rows_RD`` and ``weights_R``; padding is zero. Differentiable."""
+        """``rows_RD`` and ``weights_R``; padding is zero. Differentiable."""
         rows_RD = gather(rows_ND, self.rows)
         weights_R = weights_of(weights_NK, self.slot_R)
         unused = self.rows.padding if self.unused_R is None else self.unused_R
@@ -53,18 +53,18 @@ class Arrival:
         return F.pad(rows_RD, (0, 0, 0, self.tail)), F.pad(weights_R, (0, self.tail))
 
     def reduce(self, rows_RD: Tensor) -> Tensor:
-        """Return each arrived row's sum over its experts, ``(N, D)``. Differentiable."""
+        """Each arrived row's sum over its experts, ``(N, D)``. Differentiable."""
         return gather_sum(rows_RD[: len(self.slot_R)] if self.tail else rows_RD, self.rows)
 
 
 def weights_of(weights_NK: Tensor, slot_R: Tensor) -> Tensor:
-    """Return the weight of each row's choice, zero where there are no choices at all. Differentiable."""
+    """Weight of each row's choice, zero where there are no choices at all. Differentiable."""
     weights = weights_NK.flatten()
     return weights.index_select(0, slot_R) if weights.numel() else F.pad(weights, (0, len(slot_R)))
 
 
 def in_blocks(choices: Sorted, expert_TK: Tensor, *, num_blocks: int, room: int) -> Slots:
-    """Return the rows of sorted choices in blocks of ``room`` rows, each of equally many experts.
+    """Rows of sorted choices in blocks of ``room`` rows, each of equally many experts.
 
     Rows of a block are in order (expert, token, k). Those beyond ``room`` are left out. What follows the last row of a
     block is undefined: it has the slot and the token 0. ``counts`` are those of ``choices``, rows that are left out
@@ -101,7 +101,7 @@ def arrange(
     num_rows: int | None = None,
     counts_on_host: bool = True,
 ) -> Arrival:
-    """Return the mapping to rows in order (expert, source, n, k).
+    """Mapping to rows in order (expert, source, n, k).
 
     Ids outside 0..num_experts-1 get no row. Without ``source_N``, rows are already in order of source. A group has at
     least ``capacity`` rows and is padded to a multiple of ``alignment``. With a ``budget``, also such a multiple,
@@ -157,7 +157,7 @@ def arrange(
 
 
 def _room(choices: int, num_experts: int, alignment: int, capacity: int) -> int | None:
-    """Return the number of rows that hold the padded groups of all choices, wherever these go.
+    """Number of rows that hold the padded groups of all choices, wherever these go.
 
     None: nothing is padded, or there may be more padding than ``MOST_PADDING``.
     """
@@ -171,7 +171,7 @@ def _room(choices: int, num_experts: int, alignment: int, capacity: int) -> int 
 
 
 def _with_room_for_all(slots: Tensor, count_e: Tensor, shape_NK: tuple[int, int]) -> Arrival:
-    """Return the mapping of slots in order to a row for each of them: those without an expert are past the last end."""
+    """Mapping of slots in order to a row for each of them: those without an expert are past the last end."""
     counts_e, ends_e = counts_and_ends(count_e)
     end = ends_e[-1:]
     in_order = Sorted(slots, count_e, *shape_NK).slots(len(slots))
@@ -182,7 +182,7 @@ def _with_room_for_all(slots: Tensor, count_e: Tensor, shape_NK: tuple[int, int]
 
 
 def _sorted(expert_NK: Tensor, num_experts: int, source_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the slots ``n * K + k`` in order (expert, source, n, k), and the number of rows of each expert."""
+    """Slots ``n * K + k`` in order (expert, source, n, k), and the number of rows of each expert."""
     if source_N is None or not expert_NK.numel():
         return counting_sort(expert_NK.flatten(), num_experts)
     # Sort by source first; the sort by expert is stable and keeps that order within an expert.
@@ -201,7 +201,7 @@ def _in_groups(
     budget: int | None,
     shape_NK: tuple[int, int],
 ) -> Arrival:
-    """Return the mapping of slots in order to padded groups, whose sizes the host knows."""
+    """Mapping of slots in order to padded groups, whose sizes the host knows."""
     size_e = padded(np.maximum(count_e, capacity), alignment)
     begin_e = size_e.cumsum() - size_e
     num_choices = int(count_e.sum())
@@ -240,7 +240,7 @@ def _in_groups(
 def _row_map(
     slots: Tensor, places: Tensor | None, padding: Tensor | None, shape_NK: tuple[int, int]
 ) -> tuple[RowMap, Tensor]:
-    """Return the map of slots in order to rows, and the slot of each row, 0 for padding.
+    """Map of slots in order to rows, and the slot of each row, 0 for padding.
 
     ``places``: the row of each slot; None: the first slot has row 0, the next one row 1, and so on. ``padding``: the
     other rows; None: there are none.
@@ -269,7 +269,7 @@ def _within_budget(
     budget: int,
     shape_NK: tuple[int, int],
 ) -> Arrival:
-    """Return the mapping of slots in order to groups within the budget. The host does not wait.
+    """Mapping of slots in order to groups within the budget. The host does not wait.
 
     No shape depends on values on a device that the host runs ahead of. All rows that come from nowhere are padding,
     those behind the last group included. It is the arithmetic of ``_in_groups``, on the device.
@@ -305,7 +305,7 @@ class _Places:
 def _placed(
     slots: Tensor, group_N: Tensor, *, count_g: Tensor, kept_g: Tensor, begin_g: Tensor, num_rows: int
 ) -> _Places:
-    """Return the places of slots in order, of which the first ``kept_g`` of each group lie from row ``begin_g`` on.
+    """Places of slots in order, of which the first ``kept_g`` of each group lie from row ``begin_g`` on.
 
     ``count_g``: how many slots each group has. ``group_N``: the group of each slot in order, the number behind the last
     group for slots of none.

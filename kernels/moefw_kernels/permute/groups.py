@@ -33,18 +33,18 @@ class Groups:
     offsets_e: Tensor
 
     def regroup(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return arrived rows and their weights in groups; padding is zero. Differentiable."""
+        """Arrived rows and their weights in groups; padding is zero. Differentiable."""
         if self.rows is None:
             return rows_ND, weights_N
         return gather(rows_ND, self.rows), gather(weights_N.unsqueeze(-1), self.rows).squeeze(-1)
 
     def restore(self, rows_RD: Tensor) -> Tensor:
-        """Return grouped rows in the order in which they arrived, without padding. Differentiable."""
+        """Grouped rows in the order in which they arrived, without padding. Differentiable."""
         return rows_RD if self.rows is None else gather_sum(rows_RD, self.rows)
 
 
 def padded(count: N, alignment: int) -> N:
-    """Return ``count`` rounded up to a multiple of ``alignment``."""
+    """``count`` rounded up to a multiple of ``alignment``."""
     return -(-count // alignment) * alignment
 
 
@@ -56,7 +56,7 @@ def group_chunks(
     capacity: int = 0,
     order: Sequence[int] | None = None,
 ) -> Groups:
-    """Return the regrouping of rows from order (rank, expert, token) to (expert, rank, token).
+    """Regrouping of rows from order (rank, expert, token) to (expert, rank, token).
 
     ``chunks[rank][expert]`` is the number of rows; a group has at least ``capacity`` rows and is padded to a multiple
     of ``alignment``. If the chunks are in another order, ``order[rank]`` is the index of a rank's chunk. The host does
@@ -96,13 +96,13 @@ def group_chunks(
 
 
 def shifts(begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ``shift`` for :func:`spans`: where each span begins, less the lengths of the spans before it."""
+    """``shift`` for :func:`spans`: where each span begins, less the lengths of the spans before it."""
     before: NDArray[np.int64] = lengths.cumsum() - lengths
     return begins - before
 
 
 def spans(shift: Tensor, length: Tensor, total: int) -> Tensor:
-    """Return the numbers ``begin, begin + 1, ...`` of each span, concatenated, int32 ``(total)``.
+    """Numbers ``begin, begin + 1, ...`` of each span, concatenated, int32 ``(total)``.
 
     ``shift`` and ``length`` of each span, int32. ``total``, the sum of the lengths, comes from the host, which would
     otherwise wait for the device to learn the size of the result.
@@ -112,7 +112,7 @@ def spans(shift: Tensor, length: Tensor, total: int) -> Tensor:
 
 
 def put(device: torch.device, *values: NDArray[np.int64]) -> Sequence[Tensor]:
-    """Return host values on the device, int32, through one copy for which the host does not wait."""
+    """Host values on the device, int32, through one copy for which the host does not wait."""
     if not runs_ahead(device):
         return [torch.from_numpy(array.astype(np.int32)) for array in values]
     together = on_device(torch.from_numpy(np.concatenate(values).astype(np.int32)), device)
@@ -145,7 +145,7 @@ class Sorted:
     k: int
 
     def slots(self, num_rows: int) -> Slots:
-        """Return the rows, of which there are ``num_rows``, the sum of ``counts``. The host does not wait."""
+        """Rows, of which there are ``num_rows``, the sum of ``counts``. The host does not wait."""
         order_N = self.order_N.int()
         token_R, row_of_slot = tokens_and_rows(order_N, num_rows, self.k)
         dropped = num_rows < self.num_tokens * self.k
@@ -154,12 +154,12 @@ class Sorted:
 
 
 def count_ids(expert_TK: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert is chosen, (num_experts) int64. Ids outside 0..num_experts-1 are not counted."""
+    """How often each expert is chosen, (num_experts) int64. Ids outside 0..num_experts-1 are not counted."""
     return count(keys_of(expert_TK.flatten(), num_experts), num_experts)
 
 
 def sort_choices(expert_TK: Tensor, num_experts: int) -> Sorted:
-    """Return the choices in order (expert, token, k), and how many each expert has.
+    """Choices in order (expert, token, k), and how many each expert has.
 
     Ids outside 0..num_experts-1 come last and are not counted.
     """
@@ -167,7 +167,7 @@ def sort_choices(expert_TK: Tensor, num_experts: int) -> Sorted:
 
 
 def sort_slots(expert_TK: Tensor, num_experts: int, *, num_rows: int | None = None) -> Slots:
-    """Return the rows of a routing in order (expert, token, k). Ids outside 0..num_experts-1 get no row.
+    """Rows of a routing in order (expert, token, k). Ids outside 0..num_experts-1 get no row.
 
     ``counts`` (num_experts) int64 stays on the device. ``num_rows`` is their sum; None reads it back from the device.
     """
@@ -178,7 +178,7 @@ def sort_slots(expert_TK: Tensor, num_experts: int, *, num_rows: int | None = No
 
 
 def distinct(unit_TK: Tensor) -> Tensor:
-    """Return the units that each token must reach, each once: repetitions of an id for the same token become -1."""
+    """Units that each token must reach, each once: repetitions of an id for the same token become -1."""
     # A choice is a repetition if an earlier one of the token, below the diagonal, is the same.
     same_TKK = unit_TK.unsqueeze(2) == unit_TK.unsqueeze(1)
     return unit_TK.masked_fill(same_TKK.tril(-1).any(2), -1)

@@ -39,7 +39,7 @@ class RowMap:
 
 
 def row_map(token_R: Tensor, row_TK: Tensor, *, padding: Tensor | None = None, dropped: bool = False) -> RowMap:
-    """Return the map of ``token_R`` and ``row_TK``; ``dropped``: whether ``row_TK`` holds -1."""
+    """Map of ``token_R`` and ``row_TK``; ``dropped``: whether ``row_TK`` holds -1."""
     if not dropped or runs_ahead(row_TK.device):
         return RowMap(token_R, row_TK, padding, dropped, None)
     kept_TK = row_TK >= 0
@@ -49,7 +49,7 @@ def row_map(token_R: Tensor, row_TK: Tensor, *, padding: Tensor | None = None, d
 
 
 def tokens_and_rows(order_N: Tensor, num_rows: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return the token of each row, and the row of each choice or -1, given the choices in order of rows; all int32.
+    """Token of each row, and the row of each choice or -1, given the choices in order of rows; all int32.
 
     ``order_N`` lists the choices, ``token * K + k``, those that have no row last.
     """
@@ -61,7 +61,7 @@ def tokens_and_rows(order_N: Tensor, num_rows: int, k: int) -> tuple[Tensor, Ten
 
 
 def counts_and_ends(counts_e: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sizes of groups (int64), and where each ends if they lie one after another; both int32."""
+    """Sizes of groups (int64), and where each ends if they lie one after another; both int32."""
     if type(counts_e) is not Tensor or not takes_kernels(counts_e) or torch.compiler.is_compiling():
         return reference.counts_and_ends(counts_e)
     from moefw_kernels.permute import triton
@@ -70,13 +70,13 @@ def counts_and_ends(counts_e: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gather(x_TD: Tensor, rows: RowMap) -> Tensor:
-    """Return ``rows_RD`` with ``rows_RD[r] = x_TD[token_R[r]]``, zero for padding. Differentiable."""
+    """``rows_RD`` with ``rows_RD[r] = x_TD[token_R[r]]``, zero for padding. Differentiable."""
     out: Tensor = _Gather.apply(x_TD, rows)  # type: ignore[no-untyped-call]
     return out
 
 
 def gather_sum(rows_RD: Tensor, rows: RowMap) -> Tensor:
-    """Return ``out_TD[t] = sum_k rows_RD[row_TK[t, k]]`` without dropped choices, in the order of k. Differentiable.
+    """``out_TD[t] = sum_k rows_RD[row_TK[t, k]]`` without dropped choices, in the order of k. Differentiable.
 
     The sum is fp32 for bf16 and fp16, and rounded once: to nearest even, but for bf16 on a CPU, where
     ``embedding_bag`` of torch may round ties away from zero.
@@ -86,7 +86,7 @@ def gather_sum(rows_RD: Tensor, rows: RowMap) -> Tensor:
 
 
 def _rows(x_TD: Tensor, rows: RowMap) -> Tensor:
-    """Return ``gather``'s result, without autograd. Rows may have any number of axes."""
+    """``gather``'s result, without autograd. Rows may have any number of axes."""
     if not len(x_TD):
         return x_TD.new_zeros(len(rows.token_R), *x_TD.shape[1:])
     taken = x_TD.index_select(0, rows.token_R)
@@ -101,7 +101,7 @@ def clear(rows_RD: Tensor, padding: Tensor) -> Tensor:
 
 
 def _sums(rows_RD: Tensor, rows: RowMap) -> Tensor:
-    """Return ``gather_sum``'s result, without autograd."""
+    """``gather_sum``'s result, without autograd."""
     if not rows.row_TK.numel() or not len(rows_RD):
         return rows_RD.new_zeros(len(rows.row_TK), *rows_RD.shape[1:])
     if not _takes_kernel(rows_RD):
@@ -114,7 +114,7 @@ def _sums(rows_RD: Tensor, rows: RowMap) -> Tensor:
 
 
 def _takes_kernel(rows_RD: Tensor) -> bool:
-    """Return whether the kernel takes these rows; a compiler and a subclass need PyTorch operations."""
+    """Whether the kernel takes these rows; a compiler and a subclass need PyTorch operations."""
     if type(rows_RD) is not Tensor or not takes_kernels(rows_RD) or torch.compiler.is_compiling():
         return False
     return rows_RD.ndim == 2 and rows_RD.dtype in (torch.bfloat16, torch.float16, torch.float32)

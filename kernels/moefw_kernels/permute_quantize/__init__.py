@@ -17,7 +17,7 @@ __all__ = ["permute_quantize"]
 def permute_quantize(
     x_TD: Tensor, rows: RowMap, *, scales: Scales, into: tuple[Tensor, Tensor] | None = None
 ) -> Quantized:
-    """Return ``quantize_rows(gather(x_TD, rows), scales=scales)`` (R, D), bit for bit. Not differentiable.
+    """``quantize_rows(gather(x_TD, rows), scales=scales)`` (R, D), bit for bit. Not differentiable.
 
     ``x_TD`` is fp32, bf16 or fp16. A row of padding has codes 0 and the scale of a block of zeros. ``into``: codes
     (R, D) and scales (R, blocks) to write to, contiguous along rows, with any row stride.

@@ -74,7 +74,7 @@ def quantize_tensor(
     power_of_two: bool = False,
     ends_e: Tensor | None = None,
 ) -> Quantized:
-    """Return ``x`` (..., R, C) in E4M3 or E5M2 with an fp32 scale for each matrix, or one if ``scale`` has shape ().
+    """``x`` (..., R, C) in E4M3 or E5M2 with an fp32 scale for each matrix, or one if ``scale`` has shape ().
 
     ``scale``, of shape () or of the leading dimensions, multiplies ``x`` before the cast, as ``delayed_scale`` returns
     it; None takes ``tensor_scale`` of each matrix, with ``margin`` and ``power_of_two``. Runs as PyTorch operations on
@@ -97,7 +97,7 @@ def quantize_tensor(
 
 
 def quantize_fp8(x: Tensor, *, block: Block, fmt: Format = E4M3, power_of_two: bool = True) -> Quantized:
-    """Return ``x`` (..., R, C) in blocks of 1x128, 128x1 or 128x128, each with an fp32 scale.
+    """``x`` (..., R, C) in blocks of 1x128, 128x1 or 128x128, each with an fp32 scale.
 
     The scale is the reciprocal of ``tensor_scale`` of the block's largest magnitude: a power of two, or exact.
 
@@ -110,14 +110,14 @@ def quantize_fp8(x: Tensor, *, block: Block, fmt: Format = E4M3, power_of_two: b
 
 
 def quantize_fp8_both(x: Tensor, *, fmt: Format = E4M3, power_of_two: bool = True) -> tuple[Quantized, Quantized]:
-    """Return ``quantize_fp8`` with blocks of 1x128 and of 128x1. The kernel reads ``x`` once."""
+    """``quantize_fp8`` with blocks of 1x128 and of 128x1. The kernel reads ``x`` once."""
     _check(x, fmt)
     row, column = _encoders(x).quantize_fp8_both(x, fmt, power_of_two)
     return row, column
 
 
 def quantize_mxfp8(x: Tensor, *, block: Block = (1, 32), fmt: Format = E4M3, rounding: Rounding = "rceil") -> Quantized:
-    """Return ``x`` (..., R, C) in blocks of 1x32, 32x1 or 32x32, each with an E8M0 scale as in ``mx_scale``.
+    """``x`` (..., R, C) in blocks of 1x32, 32x1 or 32x32, each with an E8M0 scale as in ``mx_scale``.
 
     Raises:
         ValueError: Another block, a format other than E4M3 and E5M2, a dtype other than fp32, bf16 and fp16.
@@ -128,14 +128,14 @@ def quantize_mxfp8(x: Tensor, *, block: Block = (1, 32), fmt: Format = E4M3, rou
 
 
 def quantize_mxfp8_both(x: Tensor, *, fmt: Format = E4M3, rounding: Rounding = "rceil") -> tuple[Quantized, Quantized]:
-    """Return ``quantize_mxfp8`` with blocks of 1x32 and of 32x1. The kernel reads ``x`` once."""
+    """``quantize_mxfp8`` with blocks of 1x32 and of 32x1. The kernel reads ``x`` once."""
     _check(x, fmt)
     row, column = _encoders(x).quantize_mxfp8_both(x, fmt, rounding)
     return row, column
 
 
 def quantize_rows(x: Tensor, *, scales: Scales) -> Quantized:
-    """Return ``x`` (R, C) in E4M3, in blocks along rows: of 1x128 as ``quantize_fp8``, or 1x32 as ``quantize_mxfp8``.
+    """``x`` (R, C) in E4M3, in blocks along rows: of 1x128 as ``quantize_fp8``, or 1x32 as ``quantize_mxfp8``.
 
     Raises:
         ValueError: A dtype other than fp32, bf16 and fp16.
@@ -154,7 +154,7 @@ def quantize_nvfp4(
     ends_e: Tensor | None = None,
     scales: BlockScales = "nearest",
 ) -> Quantized:
-    """Return ``x`` (..., R, C) in E2M1, in blocks of 1x16, 16x1 or 16x16, each with an E4M3 scale.
+    """``x`` (..., R, C) in E2M1, in blocks of 1x16, 16x1 or 16x16, each with an E4M3 scale.
 
     ``global_amax``, fp32, sets the global scale: shape () for the tensor, or the leading dimensions of ``x``, one for
     each expert; None takes the largest magnitude of ``x``. With ``keys``, int64 ``(..., R)``, rounds stochastically:
@@ -201,7 +201,7 @@ def quantize_nvfp4(
 
 
 def _encoders(x: Tensor) -> ModuleType:
-    """Return the module that quantizes this tensor: that of the kernels, or ``reference``."""
+    """Module that quantizes this tensor: that of the kernels, or ``reference``."""
     if not takes_kernels(x):
         return reference
     from moefw_kernels.quantize import triton

@@ -64,7 +64,7 @@ E2M1: Final = Format(
 
 
 def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
-    """Return the code of each number: uint8, the shape of ``x``, which is fp32, fp16 or bf16.
+    """Code of each number: uint8, the shape of ``x``, which is fp32, fp16 or bf16.
 
     Rounds to nearest, ties to the even code. With ``draws``, fp32 in [0, 1) of the same shape, rounds away from zero
     where the number's distance to its lower neighbour, in units of that interval, exceeds the draw: never further than
@@ -92,7 +92,7 @@ def encode(x: Tensor, fmt: Format, *, draws: Tensor | None = None) -> Tensor:
 
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:
-    """Return the number of each uint8 code in fp32, exact; the inverse of ``encode``.
+    """Number of each uint8 code in fp32, exact; the inverse of ``encode``.
 
     Uses a table on a CPU, where torch casts one number at a time.
     """
@@ -104,7 +104,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
-    """Return the number of each four-bit code in fp32, by arithmetic: a table would have to be copied to the device.
+    """Number of each four-bit code in fp32, by arithmetic: a table would have to be copied to the device.
 
     The magnitudes of codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
     """
@@ -114,7 +114,7 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:
-    """Return ``2^(code - 127)`` of uint8 or float8_e8m0fnu codes in fp32, exact; NaN for 255."""
+    """``2^(code - 127)`` of uint8 or float8_e8m0fnu codes in fp32, exact; NaN for 255."""
     codes = codes.view(torch.uint8).int()
     bits = codes << 23
     bits = torch.where(codes == 0, 0x00400000, bits)  # 2^-127 is subnormal in fp32
@@ -123,7 +123,7 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, *, axis: int = -1) -> Tensor:
-    """Return two four-bit codes in each byte, the even one in the low nibble: ``(..., ceil(n / 2), ...)`` uint8.
+    """Two four-bit codes in each byte, the even one in the low nibble: ``(..., ceil(n / 2), ...)`` uint8.
 
     Contiguous along ``axis``. An unused last nibble is zero.
     """
@@ -134,7 +134,7 @@ def pack(codes: Tensor, *, axis: int = -1) -> Tensor:
 
 
 def unpack(packed: Tensor, *, count: int, axis: int = -1) -> Tensor:
-    """Return the ``count`` codes that ``pack`` put along ``axis``, one in each byte."""
+    """``count`` codes that ``pack`` put along ``axis``, one in each byte."""
     packed = packed.movedim(axis, -1)
     codes = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
     return codes[..., :count].movedim(-1, axis)

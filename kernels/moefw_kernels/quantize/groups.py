@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def group_of_row(ends_e: Tensor, num_rows: int) -> Tensor:
-    """Return the group of each row, int64 ``(R,)``; ``e`` for rows past the last end. Does not wait for a GPU."""
+    """Group of each row, int64 ``(R,)``; ``e`` for rows past the last end. Does not wait for a GPU."""
     rows = torch.arange(num_rows, device=ends_e.device, dtype=ends_e.dtype)
     return torch.searchsorted(ends_e, rows, right=True)
 
 
 def group_amax(x: Tensor, ends_e: Tensor) -> Tensor:
-    """Return the largest magnitude of each group of the rows ``x (R, C)``, fp32 ``(e,)``.
+    """Largest magnitude of each group of the rows ``x (R, C)``, fp32 ``(e,)``.
 
     0 for a group without rows, NaN for a group with a NaN. Rows past the last end are ignored.
     """
@@ -24,7 +24,7 @@ def group_amax(x: Tensor, ends_e: Tensor) -> Tensor:
 
 
 def matrix_amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude of each matrix of ``x (..., R, C)``, fp32 ``(...)``; 0 for an empty matrix."""
+    """Largest magnitude of each matrix of ``x (..., R, C)``, fp32 ``(...)``; 0 for an empty matrix."""
     if not x.shape[-2:].numel():
         return x.new_zeros(x.shape[:-2], dtype=torch.float32)
     return x.abs().amax((-2, -1)).float()

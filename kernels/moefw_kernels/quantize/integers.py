@@ -13,7 +13,7 @@ LARGEST = 127
 
 
 def integer_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 codes ``(R, C)`` of rows, and an fp32 scale for each 128 columns of a row, ``(R, ceil(C / 128))``.
+    """Int8 codes ``(R, C)`` of rows, and an fp32 scale for each 128 columns of a row, ``(R, ceil(C / 128))``.
 
     A block's largest magnitude becomes 127; ties go to even. For normally distributed values the error is 0.6 % of
     their norm, a quarter of E4M3's. A block with an infinity or NaN comes back as NaN.
@@ -28,6 +28,6 @@ def integer_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_integers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows ``(R, C)`` that codes and scales represent."""
+    """Rows ``(R, C)`` that codes and scales represent."""
     wide = scales.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]]
     return (codes * wide).to(dtype)

@@ -37,7 +37,7 @@ class Quantized:
     global_scale: Tensor | None = None
 
     def dequantize(self) -> Tensor:
-        """Return the tensor in fp32, ``shape``, contiguous."""
+        """Tensor in fp32, ``shape``, contiguous."""
         if self.axis == -2:
             return self.mT.dequantize().mT.clone(memory_format=torch.contiguous_format)
         scales = decode_e8m0(self.scales) if self.scales.dtype is torch.float8_e8m0fnu else self.scales.float()
@@ -49,7 +49,7 @@ class Quantized:
 
     @property
     def mT(self) -> Quantized:
-        """Return the transpose of every matrix, with transposed ``axis`` and ``block``, without a copy."""
+        """Transpose of every matrix, with transposed ``axis`` and ``block``, without a copy."""
         block = self.block
         if block is not None:
             rows, columns = block
@@ -65,7 +65,7 @@ class Quantized:
         )
 
     def along(self, axis: int) -> Quantized:
-        """Return the same numbers with codes contiguous along ``axis``, for square blocks or no blocks.
+        """Same numbers with codes contiguous along ``axis``, for square blocks or no blocks.
 
         Raises:
             ValueError: The blocks are not square, so another axis needs other scales, from the tensor itself.
@@ -78,13 +78,13 @@ class Quantized:
         return replace(self, codes=laid(self._single_codes(), self.fmt, axis), axis=axis)
 
     def _single_codes(self) -> Tensor:
-        """Return the codes in uint8, one in each byte."""
+        """Codes in uint8, one in each byte."""
         codes = self.codes.view(torch.uint8)
         return unpack(codes, count=self.shape[self.axis], axis=self.axis) if self.fmt is E2M1 else codes
 
 
 def laid(codes: Tensor, fmt: Format, axis: int) -> Tensor:
-    """Return single uint8 codes in the layout of ``Quantized.codes``."""
+    """Single uint8 codes in the layout of ``Quantized.codes``."""
     if fmt is E2M1:
         return pack(codes, axis=axis)
     codes = codes.contiguous() if axis == -1 else codes.mT.contiguous().mT
@@ -99,10 +99,10 @@ def spread(per_block: Tensor, block: tuple[int, int], shape: tuple[int, ...]) ->
 
 
 def above(level: Tensor, ndim: int) -> Tensor:
-    """Return ``Quantized.global_scale``, broadcastable to the scales of blocks, which have ``ndim`` dimensions."""
+    """``Quantized.global_scale``, broadcastable to the scales of blocks, which have ``ndim`` dimensions."""
     return level if level.ndim in (0, ndim) else level[..., None, None]
 
 
 def turned(level: Tensor | None, ndim: int) -> Tensor | None:
-    """Return ``Quantized.global_scale`` of the transpose of a tensor with ``ndim`` dimensions."""
+    """``Quantized.global_scale`` of the transpose of a tensor with ``ndim`` dimensions."""
     return level.mT if level is not None and level.ndim == ndim else level

@@ -82,7 +82,7 @@ def quantize_nvfp4(
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the largest magnitude of each block, ``(..., R / rows, C / columns)`` fp32; NaN if the block has one."""
+    """Largest magnitude of each block, ``(..., R / rows, C / columns)`` fp32; NaN if the block has one."""
     rows, columns = block
     padded = F.pad(x.float(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
     down = padded.shape[-2] // rows
@@ -100,7 +100,7 @@ def _quantized(
     global_scale: Tensor | None = None,
     draws: Tensor | None = None,
 ) -> Quantized:
-    """Return the codes of ``x`` times its blocks' ``multiplier``, with the ``scales`` that undo it.
+    """Codes of ``x`` times its blocks' ``multiplier``, with the ``scales`` that undo it.
 
     Quantizes along rows; a tensor with blocks along columns is transposed first.
     """
@@ -128,5 +128,5 @@ def _quantized(
 
 
 def axis_of(block: tuple[int, int]) -> int:
-    """Return the axis that a matrix product sums over: -2 for blocks along columns, else -1."""
+    """Axis that a matrix product sums over: -2 for blocks along columns, else -1."""
     return -2 if block[0] > 1 and block[1] == 1 else -1

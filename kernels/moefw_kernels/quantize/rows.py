@@ -15,12 +15,12 @@ Scales = Literal["fp32", "power_of_two", "e8m0"]
 
 
 def row_block(scales: Scales) -> int:
-    """Return the number of columns that share a scale."""
+    """Number of columns that share a scale."""
     return 32 if scales == "e8m0" else 128
 
 
 def scale_dtype(scales: Scales) -> torch.dtype:
-    """Return the dtype in which a scale is stored."""
+    """Dtype in which a scale is stored."""
     return torch.float8_e8m0fnu if scales == "e8m0" else torch.float32
 
 
@@ -32,7 +32,7 @@ def empty_rows(num_rows: int, columns: int, *, scales: Scales, device: torch.dev
 
 
 def rows_of(codes: Tensor, block_scales: Tensor, *, scales: Scales) -> Quantized:
-    """Return E4M3 codes ``(R, C)`` and the scales of their blocks in the form that ``quantize_rows`` returns."""
+    """E4M3 codes ``(R, C)`` and the scales of their blocks in the form that ``quantize_rows`` returns."""
     return Quantized(
         codes=codes,
         scales=block_scales,

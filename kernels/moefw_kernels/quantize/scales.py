@@ -19,14 +19,14 @@ BlockScales = Literal["nearest", "up"]
 
 
 def divide(number: float, by: Tensor) -> Tensor:
-    """Return ``number / by`` rounded once; torch's ``number / by`` multiplies by a rounded reciprocal."""
+    """``number / by`` rounded once; torch's ``number / by`` multiplies by a rounded reciprocal."""
     return torch.full_like(by, number).div_(by)
 
 
 def tensor_scale(
     amax: Tensor, fmt: Format, *, margin: int = 0, power_of_two: bool = False, largest: float = FP32_MAX
 ) -> Tensor:
-    """Return ``fmt.max / 2^margin / amax``, the multiplier of numbers before the cast; fp32, the same shape.
+    """``fmt.max / 2^margin / amax``, the multiplier of numbers before the cast; fp32, the same shape.
 
     With ``power_of_two`` rounded down to one. 1 where ``amax`` is 0; ``largest`` where the quotient is beyond fp32
     (Transformer Engine takes the largest number of the input's dtype); 0 where ``amax`` is infinite, NaN where it is
@@ -49,7 +49,7 @@ def delayed_scale(
     margin: int = 0,
     algorithm: Literal["max", "most_recent"] = "max",
 ) -> Tensor:
-    """Return the next scale, fp32 ``(...)``, from the magnitudes ``(..., H)`` of past steps, the most recent first.
+    """Next scale, fp32 ``(...)``, from the magnitudes ``(..., H)`` of past steps, the most recent first.
 
     ``scale`` is kept while the magnitude is zero, infinite or NaN. Source: ``delayed_scaling.cu`` of Transformer
     Engine.
@@ -60,7 +60,7 @@ def delayed_scale(
 
 
 def mx_scale(amax: Tensor, fmt: Format, *, rounding: Rounding = "rceil") -> tuple[Tensor, Tensor]:
-    """Return E8M0 codes (uint8) of blocks with magnitude ``amax`` (fp32), and the multipliers of their numbers.
+    """E8M0 codes (uint8) of blocks with magnitude ``amax`` (fp32), and the multipliers of their numbers.
 
     ``rceil``: the smallest power of two that is at least ``amax / fmt.max``, so that nothing saturates (Transformer
     Engine, cuBLAS, ``ScaleCalculationMode.RCEIL`` of torchao). ``floor``: the largest power of two that is at most
@@ -79,7 +79,7 @@ def mx_scale(amax: Tensor, fmt: Format, *, rounding: Rounding = "rceil") -> tupl
 
 
 def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``(448 * 6) / global_amax``, which encodes, and its reciprocal, which decodes, both fp32.
+    """``(448 * 6) / global_amax``, which encodes, and its reciprocal, which decodes, both fp32.
 
     Both are 1 where ``global_amax`` is 0. Source: ``compute_global_encode_scaling_factor_FP4`` of Transformer Engine.
     """
@@ -91,7 +91,7 @@ def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
 def nvfp4_scale(
     amax: Tensor, encoder: Tensor, decoder: Tensor, *, scales: BlockScales = "nearest"
 ) -> tuple[Tensor, Tensor]:
-    """Return E4M3 codes (uint8) of blocks with magnitude ``amax`` (fp32), and the multipliers of their numbers.
+    """E4M3 codes (uint8) of blocks with magnitude ``amax`` (fp32), and the multipliers of their numbers.
 
     ``encoder`` and ``decoder`` come from ``nvfp4_global_scale``. ``scales``: a scale that is rounded to nearest may be
     up to 1/16 too small, and the largest numbers of its block then saturate; one that is rounded up never is. Source:

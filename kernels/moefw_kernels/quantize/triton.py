@@ -49,13 +49,13 @@ def _float(bits):
 
 @triton.jit
 def _magnitude(x):
-    """Return the bits of |x|: integers in the order of the numbers, with infinity and then NaN above all."""
+    """Bits of |x|: integers in the order of the numbers, with infinity and then NaN above all."""
     return _bits(x) & 0x7FFFFFFF
 
 
 @triton.jit
 def _encode_fp8(x, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr):
-    """Return codes of E4M3 or E5M2, rounded to nearest, in uint8. CVT: by a saturating instruction of the GPU."""
+    """Codes of E4M3 or E5M2, rounded to nearest, in uint8. CVT: by a saturating instruction of the GPU."""
     if CVT:
         code = x.to(tl.float8e4nv if M == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
         code = tl.where(_magnitude(x) > _INF, 0x7F, code)
@@ -66,7 +66,7 @@ def _encode_fp8(x, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT:
 
 @triton.jit
 def _encode(x, draws, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, SIGN: tl.constexpr, NAN: tl.constexpr):
-    """Return codes of ``formats.encode`` in int32. LEAST: smallest normal exponent, MAX: bits of the largest number."""
+    """Codes of ``formats.encode`` in int32. LEAST: smallest normal exponent, MAX: bits of the largest number."""
     bits = _bits(x)
     magnitude = bits & 0x7FFFFFFF  # as integers, in the order of the numbers
     is_nan = magnitude > _INF
@@ -85,13 +85,13 @@ def _encode(x, draws, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, S
 
 @triton.jit
 def _divide(number: tl.constexpr, by):
-    """Return ``number / by`` rounded once, as ``scales.divide``."""
+    """``number / by`` rounded once, as ``scales.divide``."""
     return tl.div_rn(tl.full(by.shape, number, tl.float32), by)
 
 
 @triton.jit
 def _fp32_scale(amax, largest, TOP: tl.constexpr, RULE: tl.constexpr):
-    """Return the multiplier of numbers and the scale: ``scales.tensor_scale`` and its reciprocal."""
+    """Multiplier of numbers and the scale: ``scales.tensor_scale`` and its reciprocal."""
     finite = (amax > 0) & (amax < _INF)
     multiplier = _divide(TOP, _float(tl.where(finite, amax, 0x3F800000)))
     multiplier = tl.where(_bits(multiplier) == _INF, largest, multiplier)
@@ -106,7 +106,7 @@ def _fp32_scale(amax, largest, TOP: tl.constexpr, RULE: tl.constexpr):
 
 @triton.jit
 def _e8m0_scale(amax, MAX: tl.constexpr, RULE: tl.constexpr):
-    """Return the multiplier of numbers and the E8M0 code: ``scales.mx_scale``. MAX: bits of the largest number."""
+    """Multiplier of numbers and the E8M0 code: ``scales.mx_scale``. MAX: bits of the largest number."""
     code = (amax >> 23) - ((MAX >> 23) - 127)
     if RULE == _RCEIL:
         code = tl.where((amax & 0x7FFFFF) > (MAX & 0x7FFFFF), code + 1, code)
@@ -122,7 +122,7 @@ def _quantize_tile(
     tile, largest, B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
     M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
-    """Return codes (R, C) and scales of a tile in blocks of 1 x B, or with SQUARE of one block of B x B.
+    """Codes (R, C) and scales of a tile in blocks of 1 x B, or with SQUARE of one block of B x B.
 
     TOP is the largest number of the format, MAX its bits, M the bits of its mantissa, LEAST its smallest normal
     exponent. ``largest`` is the largest number of the dtype of ``x``.
@@ -144,7 +144,7 @@ def _quantize_tile(
 
 @triton.jit
 def quantize_rows_tile(tile, largest, B: tl.constexpr, RULE: tl.constexpr, CVT: tl.constexpr):
-    """Return E4M3 codes (R, C) and scales (R, C / B) of an fp32 tile in blocks of 1 x B.
+    """E4M3 codes (R, C) and scales (R, C / B) of an fp32 tile in blocks of 1 x B.
 
     RULE is one of ``ROW_RULES``, CVT the result of ``casts_fp8``.
     """
@@ -188,7 +188,7 @@ def _tile(x, r0, c0, rows, columns, r_stride, c_stride, R: tl.constexpr, C: tl.c
 
 @triton.jit
 def _place(rows, columns, R: tl.constexpr, C: tl.constexpr):
-    """Return the matrix of this program and the first row and column of its tile."""
+    """Matrix of this program and the first row and column of its tile."""
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(columns, C)
     tiles = tl.cdiv(rows, R) * across
@@ -225,7 +225,7 @@ def _blocks_kernel(
 
 @triton.jit
 def _hash(x):
-    """Return ``moefw_kernels.random.mix``. Masks clear the bits into which ``>>`` extends the sign."""
+    """``moefw_kernels.random.mix``. Masks clear the bits into which ``>>`` extends the sign."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -342,20 +342,20 @@ def _nvfp4(
 
 
 def _blocks(x: Tensor, block: tuple[int, int], fmt: Format, rule: Any) -> Quantized:
-    """Return ``x`` in blocks along rows, along columns, or in square blocks."""
+    """``x`` in blocks along rows, along columns, or in square blocks."""
     if axis_of(block) == -2:
         return _launch(x.mT, block[0], fmt, rule, square=False)[0].mT
     return _launch(x, block[1], fmt, rule, square=block[0] > 1)[0]
 
 
 def _both(x: Tensor, size: int, fmt: Format, rule: Any) -> tuple[Quantized, Quantized]:
-    """Return ``x`` in blocks of 1 x size, and of size x 1."""
+    """``x`` in blocks of 1 x size, and of size x 1."""
     row, column = _launch(x, size, fmt, rule, square=False, both=True)
     return row, column.mT
 
 
 def _launch(x: Tensor, size: int, fmt: Format, rule: Any, *, square: bool, both: bool = False) -> tuple[Quantized, ...]:
-    """Return ``x`` in blocks along its last axis, and with ``both`` its transpose in blocks along *its* last axis."""
+    """``x`` in blocks along its last axis, and with ``both`` its transpose in blocks along *its* last axis."""
     x_BRC = _matrices(x)
     num, rows, columns = x_BRC.shape
     x_stride, r_stride, c_stride = x_BRC.stride()
@@ -416,7 +416,7 @@ def _launch(x: Tensor, size: int, fmt: Format, rule: Any, *, square: bool, both:
 
 
 def _tiling(size: int, *, square: bool, both: bool, along_rows: bool) -> tuple[int, int, int]:
-    """Return rows and columns of a tile, and warps: at most 64 numbers a thread, which stay in registers.
+    """Rows and columns of a tile, and warps: at most 64 numbers a thread, which stay in registers.
 
     ``along_rows``: numbers of a row lie side by side. Else those of a column do, and a tile reads 128 bytes of each.
     """
@@ -428,5 +428,5 @@ def _tiling(size: int, *, square: bool, both: bool, along_rows: bool) -> tuple[i
 
 
 def _matrices(x: Tensor) -> Tensor:
-    """Return ``x`` (..., R, C) as one batch of matrices (B, R, C)."""
+    """``x`` (..., R, C) as one batch of matrices (B, R, C)."""
     return x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(0, *x.shape[-2:])

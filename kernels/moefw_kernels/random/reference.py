@@ -26,14 +26,14 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """Return a bijective hash of each int64 of ``x``, same shape. Neighbours get unrelated bits."""
+    """Bijective hash of each int64 of ``x``, same shape. Neighbours get unrelated bits."""
     x = _shifted(x, 30).bitwise_xor_(x).mul_(_FIRST)
     x = _shifted(x, 27).bitwise_xor_(x).mul_(_SECOND)
     return _shifted(x, 31).bitwise_xor_(x)
 
 
 def token_keys(seeds_B: Tensor, places_S: Tensor, *, salt: int) -> Tensor:
-    """Return a key for each token of B sequences at their ``places_S``, int64 from 0: ``(B * S)`` int64, row by row.
+    """Key for each token of B sequences at their ``places_S``, int64 from 0: ``(B * S)`` int64, row by row.
 
     Keys with different ``salt`` (of a layer, say) are unrelated.
     """
@@ -42,11 +42,11 @@ def token_keys(seeds_B: Tensor, places_S: Tensor, *, salt: int) -> Tensor:
 
 
 def uniform(keys_T: Tensor, count: int) -> Tensor:
-    """Return ``(T, count)`` fp32 in [0, 1), multiples of 2^-24: the SplitMix64 stream of each key."""
+    """``(T, count)`` fp32 in [0, 1), multiples of 2^-24: the SplitMix64 stream of each key."""
     steps = torch.arange(1, count + 1, device=keys_T.device) * _GAMMA
     return _shifted(mix(keys_T.unsqueeze(1) + steps), 40).float().mul_(2.0**-24)
 
 
 def stream(key: int, places: Tensor) -> Tensor:
-    """Return 64 random bits, as int64, at each place (int64, any shape) of the SplitMix64 stream of a 64-bit key."""
+    """64 random bits, as int64, at each place (int64, any shape) of the SplitMix64 stream of a 64-bit key."""
     return mix((places + 1) * _GAMMA + _signed(key % (1 << 64)))

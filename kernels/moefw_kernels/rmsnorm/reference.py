@@ -12,7 +12,7 @@ from moefw_kernels.devices import takes_kernels
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return ``x`` (..., D) normalised over its last dimension and scaled, in its own dtype. Differentiable.
+    """``x`` (..., D) normalised over its last dimension and scaled, in its own dtype. Differentiable.
 
     A compiler fuses the passes itself. In that of torch 2.11, the gradient of a Function's output is zero if two
     operations in its forward return that tensor.

@@ -14,7 +14,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, *, neighbours: bool) -> Tensor:
-    """Return ``x`` (B, S, H, d) with its pairs turned, which come out as (i, i + d/2), in the dtype of ``x``.
+    """``x`` (B, S, H, d) with its pairs turned, which come out as (i, i + d/2), in the dtype of ``x``.
 
     ``cos`` and ``sin`` (1 or B, S, d/2), fp32: those of the angle of each token and pair. ``neighbours``: pairs are
     (2i, 2i + 1), else (i, i + d/2). Differentiable by ``x``. It is the operator ``moefw::rotate``.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, neighbours: bool, back: bool) -> Tensor:
-    """Return the rotation of ``x``; with ``back`` its gradient, given that of the result."""
+    """Rotation of ``x``; with ``back`` its gradient, given that of the result."""
     wide = torch.promote_types(x_BSHd.dtype, torch.float32)
     cos, sin = (table.to(wide).unsqueeze(2) for table in (cos_BSp, sin_BSp))
     out = x_BSHd.new_empty(x_BSHd.shape)
@@ -23,6 +23,6 @@ def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, neighbours: bool, b
 
 
 def _pairs(x: Tensor, *, neighbours: bool) -> tuple[Tensor, Tensor]:
-    """Return views of the first and the second values of all pairs."""
+    """Views of the first and the second values of all pairs."""
     half = x.shape[-1] // 2
     return (x[..., 0::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])

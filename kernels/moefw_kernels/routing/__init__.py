@@ -35,7 +35,7 @@ __all__ = [
 
 
 def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None = None, mask_T: Tensor | None = None) -> Chosen:
-    """Return each token's experts, best first, and their weights. Differentiable in the logits. T may be 0.
+    """Each token's experts, best first, and their weights. Differentiable in the logits. T may be 0.
 
     ``logits_TE`` fp32 or fp64; ``bias_E`` fp32, which changes the choice of experts and no weight; ``mask_T`` bool,
     False for tokens that are not routed. On a GPU fp32 takes one kernel and a sum forward, and one kernel backward; of

@@ -9,20 +9,20 @@ from moefw_kernels.counting_sort import counting_sort
 
 
 def count_choices(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert is chosen, (E) fp32; -1 is not counted."""
+    """How often each expert is chosen, (E) fp32; -1 is not counted."""
     # Shifted by one: -1 is counted at 0, which is cut off. To select the others would make the host wait.
     return count_ids(ids_TK + 1, num_experts + 1)[1:]
 
 
 def count_ids(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert is chosen, (E) fp32, where no id is -1."""
+    """How often each expert is chosen, (E) fp32, where no id is -1."""
     counts_E = torch.zeros(num_experts, dtype=torch.float32, device=ids_TK.device)
     flat = ids_TK.flatten()
     return counts_E.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
 
 
 def within_capacity(ids_TK: Tensor, capacity: int, num_experts: int, *, by: Tensor | None = None) -> Tensor:
-    """Return a mask of the choices that experts keep, bool like ``ids_TK``; False for -1.
+    """Mask of the choices that experts keep, bool like ``ids_TK``; False for -1.
 
     An expert keeps its first ``capacity`` choices in order (token, k); with ``by`` (like ``ids_TK``), those with the
     largest values, ties in that order.

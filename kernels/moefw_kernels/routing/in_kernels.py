@@ -24,7 +24,7 @@ ELEMENTS: Final = 1024
 
 @triton.jit
 def ordered(x):
-    """Return integers in the order of floats, NaN last, and 0 for -0."""
+    """Integers in the order of floats, NaN last, and 0 for -0."""
     # The bits of floats are signed magnitudes: those of negative ones ascend as the floats descend, so all but the sign
     # are inverted.
     bits = x.to(tl.int32, bitcast=True)
@@ -34,20 +34,20 @@ def ordered(x):
 
 @triton.jit
 def keys_of(x, place, PLACES: tl.constexpr):
-    """Return keys: unequal integers in the order of floats; of equal floats, the one at the lowest place is largest."""
+    """Keys: unequal integers in the order of floats; of equal floats, the one at the lowest place is largest."""
     return (ordered(x) << 32) | (PLACES - 1 - place).to(tl.int64)
 
 
 @triton.jit
 def value_of(key):
-    """Return the float of a key."""
+    """Float of a key."""
     bits = (key >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exp(x, COMPILED: tl.constexpr):
-    """Return ``e^x`` as CUDA has it."""
+    """``e^x`` as CUDA has it."""
     if COMPILED:  # noqa: SIM108
         power = libdevice.exp(x)
     else:
@@ -57,13 +57,13 @@ def exp(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def sigmoid(x, COMPILED: tl.constexpr):
-    """Return ``1 / (1 + e^-x)``."""
+    """``1 / (1 + e^-x)``."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp(-x, COMPILED))
 
 
 @triton.jit
 def log1p(x, COMPILED: tl.constexpr):
-    """Return ``log(1 + x)``. The interpreter has no log1p: what rounding adds to 1 + x is taken out by a ratio."""
+    """``log(1 + x)``. The interpreter has no log1p: what rounding adds to 1 + x is taken out by a ratio."""
     if COMPILED:
         logarithm = libdevice.log1p(x)
     else:
@@ -76,7 +76,7 @@ def log1p(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def log(x, COMPILED: tl.constexpr):
-    """Return the natural logarithm as CUDA has it."""
+    """Natural logarithm as CUDA has it."""
     if COMPILED:  # noqa: SIM108
         logarithm = libdevice.log(x)
     else:
@@ -86,7 +86,7 @@ def log(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def score_of(x, SCORE: tl.constexpr, COMPILED: tl.constexpr):
-    """Return scores that depend on their own logit alone."""
+    """Scores that depend on their own logit alone."""
     if SCORE == "sigmoid":
         score = sigmoid(x, COMPILED)
     else:
@@ -97,7 +97,7 @@ def score_of(x, SCORE: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def slope_of(x, score, SCORE: tl.constexpr, COMPILED: tl.constexpr):
-    """Return the slope of ``score_of``, ``score`` being its result; 0 where sqrtsoftplus is clamped."""
+    """Slope of ``score_of``, ``score`` being its result; 0 where sqrtsoftplus is clamped."""
     if SCORE == "sigmoid":
         slope = score * (1.0 - score)
     else:
@@ -108,16 +108,16 @@ def slope_of(x, score, SCORE: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def softmax(x, COMPILED: tl.constexpr):
-    """Return the softmax of each row. Experts that do not exist have logits of -inf."""
+    """Softmax of each row. Experts that do not exist have logits of -inf."""
     power = exp(x - tl.max(x, 1)[:, None], COMPILED)
     return tl.div_rn(power, tl.broadcast_to(tl.sum(power, 1)[:, None], power.shape))
 
 
 def together(width: int) -> int:
-    """Return how many tokens with ``width`` logits, a power of two, a program looks at together."""
+    """How many tokens with ``width`` logits, a power of two, a program looks at together."""
     return max(1, ELEMENTS // width)
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """Return the tensor contiguous, as kernels read it."""
+    """Tensor contiguous, as kernels read it."""
     return None if tensor is None else tensor.contiguous()

@@ -17,7 +17,7 @@ MOST_CHOICES: Final = 32
 
 
 def kernels_take(logits_TE: Tensor, choice: Choice) -> bool:
-    """Return whether the kernels take these logits; a compiler and a subclass need PyTorch operations."""
+    """Whether the kernels take these logits; a compiler and a subclass need PyTorch operations."""
     if not takes_kernels(logits_TE) or type(logits_TE) is not Tensor or torch.compiler.is_compiling():
         return False
     if logits_TE.dtype is not torch.float32:

@@ -26,7 +26,7 @@ def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tens
 def route_to(
     ids_TK: Tensor, logits_TE: Tensor, choice: Choice, mask_T: Tensor | None, dropped_TK: Tensor | None = None
 ) -> Chosen:
-    """Return the routing to experts that were chosen elsewhere. Dropped choices have some valid id and get no share."""
+    """Routing to experts that were chosen elsewhere. Dropped choices have some valid id and get no share."""
     scores_TE = SCORES[choice.score](logits_TE if choice.through_scores else logits_TE.detach())
     weights_TK = weigh(logits_TE, scores_TE, ids_TK, choice, dropped_TK)
     return _routed(ids_TK, weights_TK, mask_T, dropped_TK, scores_TE)
@@ -35,7 +35,7 @@ def route_to(
 def _routed(
     ids_TK: Tensor, weights_TK: Tensor, mask_T: Tensor | None, dropped_TK: Tensor | None, scores_TE: Tensor
 ) -> Chosen:
-    """Return the routing, with id -1 and weight 0 for dropped choices and those of tokens that are not routed."""
+    """Routing, with id -1 and weight 0 for dropped choices and those of tokens that are not routed."""
     num_experts = scores_TE.shape[1]
     if weights_TK.dtype is not torch.float32:
         weights_TK = weights_TK.float()

@@ -22,12 +22,12 @@ LINEAR_ABOVE: Final = 40.0
 
 
 def softmax(logits_TE: Tensor) -> Tensor:
-    """Return probabilities over all experts."""
+    """Probabilities over all experts."""
     return logits_TE.softmax(-1)
 
 
 def sqrtsoftplus(logits_TE: Tensor) -> Tensor:
-    """Return ``sqrt(log(1 + e^l))``.
+    """``sqrt(log(1 + e^l))``.
 
     Far below zero softplus underflows, and the slope of a root at zero is infinite: softplus is clamped there.
     """
@@ -42,13 +42,13 @@ SCORES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 def chosen(values_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Return ``values_TE.gather(1, ids_TK)``; saves only the ids for backward."""
+    """``values_TE.gather(1, ids_TK)``; saves only the ids for backward."""
     out_TK: Tensor = _Chosen.apply(values_TE, ids_TK)  # type: ignore[no-untyped-call]
     return out_TK
 
 
 def in_best_groups(ranking_TE: Tensor, count: int, keep: int, best: int) -> Tensor:
-    """Return the ranking with -inf outside each token's ``keep`` best groups of ``count``.
+    """Ranking with -inf outside each token's ``keep`` best groups of ``count``.
 
     A group's score is the sum of its ``best`` best (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
     """
@@ -62,7 +62,7 @@ def in_best_groups(ranking_TE: Tensor, count: int, keep: int, best: int) -> Tens
 def weigh(
     logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, choice: Choice, absent_TK: Tensor | None = None
 ) -> Tensor:
-    """Return the weights of chosen experts in the dtype of the logits.
+    """Weights of chosen experts in the dtype of the logits.
 
     Choices that are ``absent`` have some valid id and get no share. The caller replaces their weights: the softmax over
     none is NaN.

@@ -41,7 +41,7 @@ def _only_best_groups(
     keys, GROUPS: tl.constexpr, KEEP: tl.constexpr, BEST: tl.constexpr,
     N: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys, with the key of -inf outside the ``KEEP`` groups whose ``BEST`` best have the largest sum."""
+    """Keys, with the key of -inf outside the ``KEEP`` groups whose ``BEST`` best have the largest sum."""
     keys_NGS = tl.reshape(keys, (N, G, S))
     # The sum of the best of each group: the largest key BEST times, each time without the one before.
     remaining = keys_NGS
@@ -232,7 +232,7 @@ def route_backward(
     choice: Choice,
     num_experts: int,
 ) -> Tensor:
-    """Return the gradient of the logits, fp32 (T, E), given ``grad_TK``, the gradient of the weights.
+    """Gradient of the logits, fp32 (T, E), given ``grad_TK``, the gradient of the weights.
 
     ``chosen_TK`` are the chosen logits, from ``route``. With ``pre_softmax`` it is None, and ``logits_TE`` are given.
     """

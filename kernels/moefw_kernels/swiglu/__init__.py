@@ -17,7 +17,7 @@ __all__ = ["Clamp", "swiglu", "weighted_swiglu", "weighted_swiglu_backward"]
 
 
 def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None) -> Tensor:
-    """Return ``a_RF = w * silu(g) * u`` in the dtype of ``h_RH`` (H = 2F: gate g, then up u); ``weights_R`` is fp32.
+    """``a_RF = w * silu(g) * u`` in the dtype of ``h_RH`` (H = 2F: gate g, then up u); ``weights_R`` is fp32.
 
     With ``clamp = (limit, alpha)``: ``w * g' * sigmoid(alpha * g') * (u' + 1)``, with ``g' = min(g, limit)`` and
     ``u' = min(max(u, -limit), limit)`` (gpt-oss, arXiv 2508.10925).
@@ -34,7 +34,7 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None)
 def weighted_swiglu_backward(
     grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``h_RH`` and ``weights_R`` (fp32), and ``a_RF`` recomputed from ``h_RH``.
+    """Gradients of ``h_RH`` and ``weights_R`` (fp32), and ``a_RF`` recomputed from ``h_RH``.
 
     The first and the last are in the dtype of ``h_RH``. Without autograd it is the operator
     ``moefw::weighted_swiglu_backward``. For bf16 on a GPU, one kernel gives the same bits for these two, and sums the
@@ -47,7 +47,7 @@ def weighted_swiglu_backward(
 
 
 def _is_operator(h_RH: Tensor, weights_R: Tensor, *grad_RF: Tensor) -> bool:
-    """Return whether the operators take these tensors; a compiler, a subclass and autograd need PyTorch operations."""
+    """Whether the operators take these tensors; a compiler, a subclass and autograd need PyTorch operations."""
     tensors = (h_RH, weights_R, *grad_RF)
     if torch.compiler.is_compiling():
         return False
@@ -91,7 +91,7 @@ def _pair(clamp: Sequence[float] | None) -> Clamp | None:
 
 
 def _backward_results(grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of ``weighted_swiglu_backward`` without values, for tensors without memory."""
+    """Results of ``weighted_swiglu_backward`` without values, for tensors without memory."""
     grad_weights = h_RH.new_empty(len(h_RH), dtype=torch.float32)
     return h_RH.new_empty(h_RH.shape), grad_weights, h_RH.new_empty(grad_RF.shape)
 

@@ -72,7 +72,7 @@ def _clamped_backward(
 
 
 def _blocks(a_RF: Tensor) -> Iterator[slice]:
-    """Return the rows of each block: on a CPU as many as have ``ELEMENTS`` elements, elsewhere all rows."""
+    """Rows of each block: on a CPU as many as have ``ELEMENTS`` elements, elsewhere all rows."""
     rows, columns = a_RF.shape
     rows_of_block = rows if runs_ahead(a_RF.device) else ELEMENTS // max(1, columns)
     rows_of_block = max(1, rows_of_block)

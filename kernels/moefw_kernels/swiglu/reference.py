@@ -15,7 +15,7 @@ Clamp = tuple[float, float]
 
 
 def swiglu(gate_RF: Tensor, up_RF: Tensor, clamp: Clamp | None = None) -> Tensor:
-    """Return the product of gate and up, without weights, in their dtype."""
+    """Product of gate and up, without weights, in their dtype."""
     if clamp is None:
         return F.silu(gate_RF) * up_RF
     _, activated, factor = _clamped(gate_RF, up_RF, clamp)
@@ -23,7 +23,7 @@ def swiglu(gate_RF: Tensor, up_RF: Tensor, clamp: Clamp | None = None) -> Tensor
 
 
 def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None) -> Tensor:
-    """Return ``a_RF`` in the dtype of ``h_RH`` (H = 2F: gate, then up). ``weights_R`` is fp32."""
+    """``a_RF`` in the dtype of ``h_RH`` (H = 2F: gate, then up). ``weights_R`` is fp32."""
     gate, up = h_RH.chunk(2, dim=-1)
     return (swiglu(gate, up, clamp) * weights_R.unsqueeze(-1)).to(h_RH.dtype)
 
@@ -31,7 +31,7 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None)
 def weighted_swiglu_backward(
     grad_RF: Tensor, h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``h_RH`` and ``weights_R`` (fp32), and ``a_RF`` recomputed from ``h_RH``.
+    """Gradients of ``h_RH`` and ``weights_R`` (fp32), and ``a_RF`` recomputed from ``h_RH``.
 
     d silu(g) = sigmoid(g) * (1 + g * (1 - sigmoid(g))). It is also the slope of ``g * sigmoid(alpha * g)``, at
     ``alpha * g``. Where a value is clamped, its gradient is zero.
@@ -58,7 +58,7 @@ def weighted_swiglu_backward(
 
 
 def _clamped(gate_RF: Tensor, up_RF: Tensor, clamp: Clamp) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the argument of the sigmoid, the activated gate, and the factor that is made of up."""
+    """Argument of the sigmoid, the activated gate, and the factor that is made of up."""
     limit, alpha = clamp
     gate = gate_RF.clamp(max=limit)
     x = gate * alpha

@@ -28,7 +28,7 @@ _COLUMNS = 128
 
 @triton.jit
 def _one_and_exp_of_minus(x, COMPILED: tl.constexpr):
-    """Return ``1 + exp(-x)`` with CUDA's exp, as PyTorch does. The interpreter has only NumPy's."""
+    """``1 + exp(-x)`` with CUDA's exp, as PyTorch does. The interpreter has only NumPy's."""
     if COMPILED:  # noqa: SIM108
         power = libdevice.exp(-x)
     else:
@@ -38,19 +38,19 @@ def _one_and_exp_of_minus(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def silu(x, COMPILED: tl.constexpr):
-    """Return ``x / (1 + exp(-x))``."""
+    """``x / (1 + exp(-x))``."""
     return tl.div_rn(x, _one_and_exp_of_minus(x, COMPILED))
 
 
 @triton.jit
 def _sigmoid(x, COMPILED: tl.constexpr):
-    """Return ``1 / (1 + exp(-x))``."""
+    """``1 / (1 + exp(-x))``."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), _one_and_exp_of_minus(x, COMPILED))
 
 
 @triton.jit
 def _factors(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, COMPILED: tl.constexpr):
-    """Return the argument of the sigmoid, the activated gate and its factor. NaN stays NaN where values are clamped."""
+    """Argument of the sigmoid, the activated gate and its factor. NaN stays NaN where values are clamped."""
     if LIMIT is None:
         x = gate
         activated = as_bf16(silu(gate, COMPILED), COMPILED)
@@ -65,7 +65,7 @@ def _factors(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, COMPILED: tl.co
 
 @triton.jit
 def _silu_slope(x, COMPILED: tl.constexpr):
-    """Return ``s = sigmoid(x)`` and ``1 + x * (1 - s)``, whose product is the slope of ``x * sigmoid(x)``."""
+    """``s = sigmoid(x)`` and ``1 + x * (1 - s)``, whose product is the slope of ``x * sigmoid(x)``."""
     s = _sigmoid(x, COMPILED)
     if COMPILED:  # noqa: SIM108
         # An FMA, as the compiler makes of PyTorch's kernel: with two roundings, the bits would differ.
@@ -200,7 +200,7 @@ def weighted_swiglu_backward(
 
 @cache
 def _in_bf16(clamp: Clamp | None) -> tuple[float | None, float | None]:
-    """Return ``LIMIT`` and ``ALPHA`` of the kernels.
+    """``LIMIT`` and ``ALPHA`` of the kernels.
 
     PyTorch clamps bf16 values to a limit rounded to bf16, and multiplies by an ``alpha`` that it keeps in fp32.
     """
@@ -211,5 +211,5 @@ def _in_bf16(clamp: Clamp | None) -> tuple[float | None, float | None]:
 
 
 def _along_rows(x_RC: Tensor) -> Tensor:
-    """Return ``x`` with contiguous rows, of any row stride."""
+    """``x`` with contiguous rows, of any row stride."""
     return x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()

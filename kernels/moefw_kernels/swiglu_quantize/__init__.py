@@ -13,7 +13,7 @@ __all__ = ["swiglu_quantize"]
 
 
 def swiglu_quantize(h_RH: Tensor, weights_R: Tensor, *, scales: Scales) -> Quantized:
-    """Return ``quantize_rows(weighted_swiglu(h_RH, weights_R), scales=scales)`` (R, F), bit for bit.
+    """``quantize_rows(weighted_swiglu(h_RH, weights_R), scales=scales)`` (R, F), bit for bit.
 
     ``h_RH`` is bf16 (H = 2F: gate, then up) and ``weights_R`` fp32. The activation itself is not written.
 

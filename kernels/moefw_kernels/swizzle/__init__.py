@@ -12,7 +12,7 @@ __all__ = ["swizzle"]
 
 
 def swizzle(scales: Tensor, *, ends: Tensor | None = None, axis: int = -2) -> Tensor:
-    """Return scales ``(..., R, C)``, of one byte each, in tiles of 128 rows by 4 columns, padded with 0.
+    """Scales ``(..., R, C)``, of one byte each, in tiles of 128 rows by 4 columns, padded with 0.
 
     Without ``ends``, returns the tiles of each matrix, row of tiles by row of tiles: ``(..., 512 * T)``, with
     ``T = ceil(R / 128) * ceil(C / 4)``.

@@ -26,7 +26,7 @@ def swizzle(scales: Tensor, ends: Tensor | None, axis: int) -> Tensor:
 
 
 def grouped_shape(scales: Tensor, groups: int, axis: int) -> tuple[int, int]:
-    """Return the largest shape of the tiles of ``groups`` groups: each adds at most one partly filled tile."""
+    """Largest shape of the tiles of ``groups`` groups: each adds at most one partly filled tile."""
     rows, columns = scales.shape
     if axis == -2:
         return ROWS * (rows // ROWS + groups), COLUMNS * -(-columns // COLUMNS)
@@ -34,7 +34,7 @@ def grouped_shape(scales: Tensor, groups: int, axis: int) -> tuple[int, int]:
 
 
 def _tiles(scales: Tensor) -> Tensor:
-    """Return the tiles of each matrix ``(..., R, C)``, row of tiles by row of tiles, ``(..., 512 * T)``."""
+    """Tiles of each matrix ``(..., R, C)``, row of tiles by row of tiles, ``(..., 512 * T)``."""
     padded = F.pad(scales, (0, -scales.shape[-1] % COLUMNS, 0, -scales.shape[-2] % ROWS))
     down = padded.shape[-2] // ROWS
     across = padded.shape[-1] // COLUMNS

@@ -46,7 +46,7 @@ def doctor(as_json: bool, timeout: float) -> None:
 
 
 def examine(*, timeout_s: float) -> list[Capability]:
-    """Return all capabilities, each tried, within about ``timeout_s`` seconds in all."""
+    """All capabilities, each tried, within about ``timeout_s`` seconds in all."""
     deadline = time.monotonic() + timeout_s
     capabilities = inspect_machine()
     absent = [name for name, probe in PROBES.items() if importlib.util.find_spec(probe.package) is None]

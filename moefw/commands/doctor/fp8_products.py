@@ -10,7 +10,7 @@ SIZE = 256
 
 
 def fp8_products() -> tuple[str, str]:
-    """Return an empty version, and for each device the products, in groups or not, that torch has and lacks there."""
+    """Empty version, and for each device the products, in groups or not, that torch has and lacks there."""
     import torch
 
     by_device = []
@@ -24,7 +24,7 @@ def fp8_products() -> tuple[str, str]:
 
 
 def _products(device: str) -> dict[str, Callable[[], Any]]:
-    """Return a product of ones for each format, with scales in the layouts of the recipes' ``*_products.py``."""
+    """Product of ones for each format, with scales in the layouts of the recipes' ``*_products.py``."""
     import torch
     from torch.nn.functional import ScalingType, SwizzleType
 
@@ -67,7 +67,7 @@ def _products(device: str) -> dict[str, Callable[[], Any]]:
 
 
 def _product(codes: Any, rows: dict[str, Any], columns: dict[str, Any], ends: Any) -> Any:
-    """Return the product of two matrices of ones; with ``ends``, of groups of rows and a matrix for each."""
+    """Product of two matrices of ones; with ``ends``, of groups of rows and a matrix for each."""
     import torch
     from torch.nn import functional as F
 

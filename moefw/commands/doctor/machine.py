@@ -18,7 +18,7 @@ LOW_DISK_BYTES = 2**30
 
 
 def inspect_machine() -> list[Capability]:
-    """Return the capabilities of the machine and of this Python."""
+    """Capabilities of the machine and of this Python."""
     return [_python(), _cores_and_memory(), _disk(), _working_directory()]
 
 
@@ -41,12 +41,12 @@ def _cores_and_memory() -> Capability:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
+    """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_bytes() -> int:
-    """Return the memory of the machine, or of the container if that is less."""
+    """Memory of the machine, or of the container if that is less."""
     num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(limit).read_text().strip() if Path(limit).is_file() else ""

@@ -25,7 +25,7 @@ class Choice:
 
     @classmethod
     def from_data(cls, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Choice | None:
-        """Return the choice of ``{use: name, option: value, ...}``, or None if it names no plugin."""
+        """Choice of ``{use: name, option: value, ...}``, or None if it names no plugin."""
         if not isinstance(data, Mapping):
             example = data if isinstance(data, str) and data.isprintable() else "name, option: value"
             fix = f"Write {{use: {example}}}."
@@ -40,12 +40,12 @@ class Choice:
         return None
 
     def to_data(self) -> dict[str, object]:
-        """Return the mapping as it is written in a file."""
+        """Mapping as it is written in a file."""
         return {"use": self.use, **self.options}
 
 
 def chosen(hook: str, **kwargs: Any) -> Any:
-    """Return a field that holds a :class:`Choice` among the plugins of ``hook``, or several.
+    """Field that holds a :class:`Choice` among the plugins of ``hook``, or several.
 
     As an option of a plugin, it holds several, and the plugins themselves in the place of their choices.
     """
@@ -157,12 +157,12 @@ def plugin_fields(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, s
 
 
 def inner_plugins(part: Any) -> list[Any]:
-    """Return the plugins that the options of a plugin name."""
+    """Plugins that the options of a plugin name."""
     return [inner for _, _, inner in plugin_fields(part)]
 
 
 def with_defaults(tree: Tree, defaults: Tree) -> Tree:
-    """Return ``tree`` with its missing keys filled from ``defaults``, section by section.
+    """``tree`` with its missing keys filled from ``defaults``, section by section.
 
     The options of a default choice are dropped if the user chose another plugin.
     """
@@ -177,7 +177,7 @@ def with_defaults(tree: Tree, defaults: Tree) -> Tree:
 
 
 def over(base: Tree, tree: Tree) -> Tree:
-    """Return ``base`` with what ``tree`` says, mapping by mapping. Another ``use`` or ``kind`` drops what base says."""
+    """``base`` with what ``tree`` says, mapping by mapping. Another ``use`` or ``kind`` drops what base says."""
     merged = dict(base)
     for key, value in tree.items():
         below = base.get(key)
@@ -190,6 +190,6 @@ def over(base: Tree, tree: Tree) -> Tree:
 
 
 def _same(word: str, value: Tree, below: Tree) -> bool:
-    """Return whether both choose the same, or one leaves the choice to the other."""
+    """Whether both choose the same, or one leaves the choice to the other."""
     chosen = value.get(word)
     return word not in value or word not in below or (isinstance(chosen, str) and chosen == below[word])

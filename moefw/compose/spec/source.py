@@ -67,7 +67,7 @@ UNREAD: Final[Any] = Unread()
 
 
 def depends_on_unread(answer: object) -> bool:
-    """Return whether a value, a text or an error depends on ``UNREAD``."""
+    """Whether a value, a text or an error depends on ``UNREAD``."""
     if isinstance(answer, BaseException):
         return MARK in str(answer) or depends_on_unread(answer.__context__)
     return MARK in repr(answer)
@@ -81,7 +81,7 @@ class Marks:
     places: dict[KeyPath, str] = Factory(dict)
 
     def where(self, path: KeyPath) -> str:
-        """Return ``file:line:column a.b[0]`` for ``path``, with the place of its nearest parent if it has none."""
+        """``file:line:column a.b[0]`` for ``path``, with the place of its nearest parent if it has none."""
         parents = (path[:end] for end in range(len(path), -1, -1))
         place = next((self.places[parent] for parent in parents if parent in self.places), self.name)
         return f"{place} {dotted(path)}".rstrip()
@@ -93,13 +93,13 @@ class Marks:
 
 
 def dotted(path: KeyPath) -> str:
-    """Return ``memory[0].use`` for ``("memory", 0, "use")``. Keys that are not words are quoted."""
+    """``memory[0].use`` for ``("memory", 0, "use")``. Keys that are not words are quoted."""
     words = (f"[{key}]" if isinstance(key, int) else f".{key if _WORD.fullmatch(key) else show(key)}" for key in path)
     return "".join(words).removeprefix(".")
 
 
 def key_path(text: str) -> KeyPath:
-    """Return ``("memory", 0, "use")`` for ``memory[0].use`` or ``memory.0.use``."""
+    """``("memory", 0, "use")`` for ``memory[0].use`` or ``memory.0.use``."""
     return tuple(int(key) if key.isdecimal() else key for key in re.split(r"[.\[\]]+", text) if key)
 
 
@@ -162,7 +162,7 @@ class _Reader:
         self.events = self._parse(text)
 
     def document(self, path: KeyPath) -> object:
-        """Return the value of the text, which belongs at ``path``."""
+        """Value of the text, which belongs at ``path``."""
         next(self.events)
         if isinstance(next(self.events), StreamEndEvent):
             return None
@@ -255,7 +255,7 @@ _CORE_SCHEMA: Final[tuple[tuple[re.Pattern[str], Callable[[str], object]], ...]]
 
 
 def scalar(text: str, *, plain: bool = True) -> object:
-    """Return the value of a scalar in the core schema of YAML 1.2 (section 10.3.2). Unless ``plain``, it is text.
+    """Value of a scalar in the core schema of YAML 1.2 (section 10.3.2). Unless ``plain``, it is text.
 
     Raises ValueError for a number beyond 64 bits, or text that a file or a spec cannot hold.
     """
@@ -294,7 +294,7 @@ def _override(override: str, tree: Tree, marks: Marks, problems: list[Problem]) 
 
 
 def _step(holder: object, key: str, path: KeyPath, place: str) -> str | int:
-    """Return ``key`` as a key of a section (itself) or of a list (an index). Raises SpecError."""
+    """``key`` as a key of a section (itself) or of a list (an index). Raises SpecError."""
     if isinstance(holder, dict):
         return key
     if not isinstance(holder, list):
@@ -307,12 +307,12 @@ def _step(holder: object, key: str, path: KeyPath, place: str) -> str | int:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``1 rank`` or ``2 ranks``."""
+    """``1 rank`` or ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def show(value: object, *, limit: int = 60) -> str:
-    """Return a value as errors print it: in YAML notation, cut to ``limit`` characters."""
+    """Value as errors print it: in YAML notation, cut to ``limit`` characters."""
     try:
         text = repr(value)
     except Exception:  # repr raises for some objects of plugins

@@ -26,7 +26,7 @@ def structure(
     *,
     also: Collection[str] = (),
 ) -> T | None:
-    """Return an instance of the attrs class ``cls`` built from the mapping ``data``, or None if that is impossible.
+    """Instance of the attrs class ``cls`` built from the mapping ``data``, or None if that is impossible.
 
     A field with a wrong value, or whose key is misspelled, is ``UNREAD``: the validators of other fields still run.
     ``also`` names known keys that are not fields. Raises PluginError for a field whose type a spec cannot hold.
@@ -78,7 +78,7 @@ def _options(cls: Any) -> tuple[attrs.Attribute[Any], ...]:
 
 
 def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
-    """Return ``data`` as type ``kind``; if it does not fit, report it and return UNREAD."""
+    """``data`` as type ``kind``; if it does not fit, report it and return UNREAD."""
     origin = get_origin(kind)
     args = get_args(kind)
     if data is UNREAD or kind is Any or (kind is types.NoneType and data is None):
@@ -107,7 +107,7 @@ def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[
 
 
 def _either(kinds: tuple[Any, ...], data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
-    """Return ``data`` as the first kind that accepts it. With a single kind besides None, its problems are reported."""
+    """``data`` as the first kind that accepts it. With a single kind besides None, its problems are reported."""
     if data is None and types.NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
@@ -185,7 +185,7 @@ def _sentence(error: Exception) -> str:
 
 
 def plain(value: object) -> Any:
-    """Return attrs objects as dicts of their init fields, and tuples as lists, for YAML and JSON."""
+    """Attrs objects as dicts of their init fields, and tuples as lists, for YAML and JSON."""
     kind: Any = type(value)
     if kind in _SCALARS or value is None:
         return value

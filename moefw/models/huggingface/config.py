@@ -31,7 +31,7 @@ RoPE lacks the trained length, and ``quantization_config`` when the folder's ten
 """
 
 Sections = dict[str, dict[str, Any]]
-"""What a model says in a spec, by section."""
+"""Options of a spec that describe a model, by section."""
 
 _MISSING: Final[Any] = object()
 
@@ -53,7 +53,7 @@ class Keys:
             self.tell(what, "Correct it, or download the configuration again.")
 
     def take(self, *names: str, default: Any = _MISSING) -> Any:
-        """Return the value of the first of ``names`` that is set, else ``default``. They are names of one thing.
+        """Value of the first of ``names`` that is set, else ``default``. They are names of one thing.
 
         None if it must be set and is not, or is wrong, which is a problem.
         """
@@ -72,7 +72,7 @@ class Keys:
         return next(iter(values_by_name.values()), default)
 
     def has(self, name: str) -> bool:
-        """Return whether a key is written, be it as null."""
+        """Whether a key is written, be it as null."""
         return name in self._values
 
     def only(self, name: str, *supported: Any, default: Any) -> None:
@@ -97,12 +97,12 @@ class Keys:
 
 
 def _key(name: str) -> str:
-    """Return a key as an error prints it: one that is no word, in quotes."""
+    """Key as an error prints it: one that is no word, in quotes."""
     return name if name.isidentifier() and len(name) <= 60 else shown(name)
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Return the configuration in a ``config.json``, or in the folder that holds one. Raises SpecError."""
+    """Configuration in a ``config.json``, or in the folder that holds one. Raises SpecError."""
     path = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(read_regular(path, max_bytes=MAX_BYTES))
@@ -116,7 +116,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def rope_of(keys: Keys, pairs: str = "halves", default: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the options of RoPE: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
+    """Options of RoPE: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
     written = keys.take("rope_parameters", default=None) or keys.take("rope_scaling", default=None)
     options_written = {name: value for name, value in (written or default or {}).items() if value is not None}
     theta = keys.take("rope_theta", default=options_written.pop("rope_theta", 10000.0))
@@ -162,7 +162,7 @@ _UNSET_AT_ZERO: Final = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "
 
 
 def decoder_of(keys: Keys) -> dict[str, Any]:
-    """Return what all families with experts say of the model: what dense ones do, and the number of choices."""
+    """Options of ``model:`` that all families with experts have: those of dense ones, and the number of choices."""
     return {**dense_decoder_of(keys), "top_k": keys.take("num_experts_per_tok")}
 
 
@@ -180,7 +180,7 @@ def dense_decoder_of(keys: Keys) -> dict[str, Any]:
 
 
 def balance_of(keys: Keys, coeff: float = 0.001) -> dict[str, Any]:
-    """Return the rule that balances experts if ``output_router_logits`` adds its loss. ``coeff``: the family's own."""
+    """Rule that balances experts if ``output_router_logits`` adds its loss. ``coeff``: the family's own."""
     coeff_written = keys.take("router_aux_loss_coef", default=coeff)
     keys.only("output_router_logits", False, True, default=False)
     if not keys.take("output_router_logits", default=False):
@@ -189,7 +189,7 @@ def balance_of(keys: Keys, coeff: float = 0.001) -> dict[str, Any]:
 
 
 def heads_of(keys: Keys, *, head_dim: bool = True) -> dict[str, Any]:
-    """Return the heads of a grouped-query attention. ``head_dim``: whether the family has this key."""
+    """Heads of a grouped-query attention. ``head_dim``: whether the family has this key."""
     heads = keys.take("num_attention_heads")
     width = keys.take("head_dim", default=None) if head_dim else None
     dim = keys.take("hidden_size")
@@ -202,7 +202,7 @@ def heads_of(keys: Keys, *, head_dim: bool = True) -> dict[str, Any]:
 
 
 def windows_of(keys: Keys, usual: Sequence[str], window: int) -> dict[str, Any]:
-    """Return the options of an attention that has a window in some layers. ``usual``: the kinds of all layers if
+    """Options of an attention that has a window in some layers. ``usual``: the kinds of all layers if
     ``layer_types`` does not give them; none if the number of layers is not known.
     """
     kinds = keys.take("layer_types", default=usual)

@@ -11,7 +11,7 @@ ATTENTION = {"q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm", "kv_a_p
 
 
 def sections(keys: Keys) -> Sections:
-    """Return what a configuration says in a spec."""
+    """Sections of a spec, options by section, that describe the model of a configuration."""
     model = decoder_of(keys)
     width = keys.take("moe_intermediate_size", default=2048)
     keys.only("scoring_func", "sigmoid", default="sigmoid")

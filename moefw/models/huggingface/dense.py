@@ -10,7 +10,7 @@ from moefw.models.huggingface.origins import DECODER, Family
 
 
 def _sections(keys: Keys, **attention: Any) -> Sections:
-    """Return what a configuration says in a spec; ``attention``: what is the family's own."""
+    """Sections of a spec that describe the model of a configuration. ``attention``: options of the family alone."""
     model = dense_decoder_of(keys)
     eps = keys.take("rms_norm_eps", default=1e-6)
     layers = {"num_dense_layers": model["num_layers"], "dense_dim": keys.take("intermediate_size")}
@@ -41,7 +41,7 @@ def _qwen3(keys: Keys) -> Sections:
 
 
 def _windows(keys: Keys) -> dict[str, Any]:
-    """Return which layers have a window: by default those from ``max_window_layers`` on, if ``use_sliding_window``."""
+    """Which layers have a window: by default those from ``max_window_layers`` on, if ``use_sliding_window``."""
     windowed = keys.take("use_sliding_window", default=False)
     window = keys.take("sliding_window", default=4096)
     below = keys.take("max_window_layers", default=28)

@@ -26,7 +26,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 
 def family_of(config: Mapping[str, Any], path: Path) -> Family:
-    """Return the family of the configuration in ``path``. Raises SpecError if it is unknown."""
+    """Family of the configuration in ``path``. Raises SpecError if it is unknown."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         what = f"{path}: models of type {reprlib.repr(name)} cannot be read."
@@ -35,7 +35,7 @@ def family_of(config: Mapping[str, Any], path: Path) -> Family:
 
 
 def sections_of(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Return what a configuration says in a spec, and which tokenizer lies beside it.
+    """Sections of a spec that describe the model of a configuration, with the tokenizer that lies beside it.
 
     Raises SpecError with every key that is not supported.
     """

@@ -51,7 +51,7 @@ class Stored(Protocol):
         """The dtype of the values."""
 
     def read(self, first: int | None) -> Tensor:
-        """Return the values: all, or those at ``first`` of the first dimension."""
+        """Values: all, or those at ``first`` of the first dimension."""
 
 
 @frozen(eq=False)
@@ -63,7 +63,7 @@ class Plain:
     dtype: torch.dtype
 
     def read(self, first: int | None) -> Tensor:
-        """Return the values."""
+        """Values."""
         values: Tensor = self.lazy[:] if first is None else self.lazy[first]
         return values
 
@@ -82,7 +82,7 @@ class Fp8:
         return self.codes.shape
 
     def read(self, first: int | None) -> Tensor:
-        """Return ``codes * scale``, rounded once. Blocks of rows in turn, so that little is held in fp32."""
+        """``codes * scale``, rounded once. Blocks of rows in turn, so that little is held in fp32."""
         codes = self.codes.read(first)
         scales = self.scales.read(first).float()
         values = torch.empty(codes.shape, dtype=self.dtype)
@@ -111,7 +111,7 @@ class Mxfp4:
         return experts, 32 * blocks, rows
 
     def read(self, first: int | None) -> Tensor:
-        """Return the values, exact in bf16."""
+        """Values, exact in bf16."""
         codes = self.codes.read(first)
         scales = self.scales.read(first)
         table = torch.tensor([*_FP4, *(-value for value in _FP4)])
@@ -161,7 +161,7 @@ class Folder:
             yield lambda origin: looked_at(origin.name, self.read(origin))
 
     def read(self, origin: Origin) -> Tensor:
-        """Return the values of a parameter as they are, those of F64 in fp32, which parameters have.
+        """Values of a parameter as they are, those of F64 in fp32, which parameters have.
 
         Only their bytes are read, and those of their own expert.
         """
@@ -173,7 +173,7 @@ class Folder:
         return values.float() if values.dtype is torch.float64 else values
 
     def shape(self, origin: Origin) -> tuple[int, ...] | None:
-        """Return the shape of a parameter; None if the tensor has no such piece."""
+        """Shape of a parameter; None if the tensor has no such piece."""
         try:
             return tuple(origin.of(torch.empty(self.tensors[origin.name].shape, device="meta")).shape)
         except (IndexError, RuntimeError):
@@ -183,7 +183,7 @@ class Folder:
         self._problems.append(Problem(what, fix))
 
     def _files(self) -> dict[Path, frozenset[str] | None]:
-        """Return the files, each with the tensors that the index places in it; None: there is no index."""
+        """Files, each with the tensors that the index places in it; None: there is no index."""
         index = self.path / INDEX
         if os.path.lexists(index):
             return self._indexed(index)
@@ -223,7 +223,7 @@ class Folder:
         return files
 
     def _opened(self, path: Path, names: frozenset[str] | None) -> dict[str, Plain]:
-        """Return the tensors of a file, whose header must describe the file's bytes, and be as the index says."""
+        """Tensors of a file, whose header must describe the file's bytes, and be as the index says."""
         if not path.is_file():
             self._tell(f"{path} is {'no regular file' if path.exists() else 'missing'}.", "Download it.")
             return {}

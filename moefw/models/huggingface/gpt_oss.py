@@ -14,7 +14,7 @@ PARTS = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
 
 
 def sections(keys: Keys) -> Sections:
-    """Return what a configuration says in a spec."""
+    """Sections of a spec, options by section, that describe the model of a configuration."""
     model = decoder_of(keys)
     eps = keys.take("rms_norm_eps", default=1e-5)
     bias = keys.take("attention_bias", default=True)

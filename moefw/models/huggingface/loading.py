@@ -28,7 +28,7 @@ ROUTER: Final = ".router."
 def placed(
     model: nn.Module, folder: Folder, rules: Sequence[Rule], *, num_experts: int
 ) -> tuple[dict[str, Origin], set[str]]:
-    """Return the origin of each parameter and state of routers on this rank, and all tensors that the model takes.
+    """Origin of each parameter and state of routers on this rank, and all tensors that the model takes.
 
     Raises CheckpointError with every tensor that is missing, left over or of another shape.
     """
@@ -103,7 +103,7 @@ def _everywhere(name: str, rules: Sequence[Rule], num_experts: int) -> Iterator[
 
 
 def _may_be_left(name: str, model: nn.Module) -> bool:
-    """Return whether a tensor belongs to a layer that predicts a further token and that the spec leaves out."""
+    """Whether a tensor belongs to a layer that predicts a further token and that the spec leaves out."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     layers: int = len(model.layers)  # type: ignore[arg-type]
     tied = name == "lm_head.weight" and not any(own.startswith("head.") for own, _ in model.named_parameters())

@@ -9,7 +9,7 @@ WEIGHTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def sections(keys: Keys) -> Sections:
-    """Return what a configuration says in a spec."""
+    """Sections of a spec, options by section, that describe the model of a configuration."""
     model = decoder_of(keys)
     eps = keys.take("rms_norm_eps", default=1e-5)
     keys.only("router_jitter_noise", 0, 0.0, default=0.0)

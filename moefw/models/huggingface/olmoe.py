@@ -8,7 +8,7 @@ from moefw.models.huggingface.qwen3_moe import softmax_routing
 
 
 def sections(keys: Keys) -> Sections:
-    """Return what a configuration says in a spec."""
+    """Sections of a spec, options by section, that describe the model of a configuration."""
     model = decoder_of(keys)
     eps = keys.take("rms_norm_eps", default=1e-5)
     bias = keys.take("attention_bias", default=False)

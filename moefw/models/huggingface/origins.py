@@ -19,7 +19,7 @@ class Origin:
     transposed: bool = False
 
     def of(self, tensor: Any) -> Any:
-        """Return our parameter, a view of the tensor."""
+        """Our parameter, a view of the tensor."""
         piece = tensor[self.cut] if self.cut else tensor
         if self.half is not None:
             piece = piece.chunk(2, 0)[self.half]
@@ -31,7 +31,7 @@ Rule = tuple[str, Callable[..., Origin]]
 
 
 def to(template: str) -> Callable[..., Origin]:
-    """Return the rule's function for a whole tensor, whose name has the pattern's groups in it."""
+    """The rule's function for a whole tensor, whose name has the pattern's groups in it."""
     return lambda *groups: Origin(template.format(*groups))
 
 
@@ -68,7 +68,7 @@ def origins_of(name: str, rules: Sequence[Rule]) -> Iterator[Origin]:
 
 
 def origin_of(name: str, rules: Sequence[Rule]) -> Origin:
-    """Return the usual place of our parameter or state ``name``. Raises KeyError if there is none."""
+    """Usual place of our parameter or state ``name``. Raises KeyError if there is none."""
     for origin in origins_of(name, rules):
         return origin
     raise KeyError(name)

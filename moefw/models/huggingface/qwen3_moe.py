@@ -7,7 +7,7 @@ from moefw.models.huggingface.origins import DECODER, Family
 
 
 def sections(keys: Keys) -> Sections:
-    """Return what a configuration says in a spec."""
+    """Sections of a spec, options by section, that describe the model of a configuration."""
     model = decoder_of(keys)
     eps = keys.take("rms_norm_eps", default=1e-6)
     bias = keys.take("attention_bias", default=False)
@@ -36,14 +36,14 @@ def sections(keys: Keys) -> Sections:
 
 
 def every_step(keys: Keys, num_layers: int | None) -> list[int]:
-    """Return the dense layers: those listed, and all but every ``decoder_sparse_step``-th."""
+    """Dense layers: those listed, and all but every ``decoder_sparse_step``-th."""
     listed = keys.take("mlp_only_layers", default=[])
     step = keys.take("decoder_sparse_step", default=1)
     return [layer for layer in range(num_layers or 0) if layer in listed or (layer + 1) % step]
 
 
 def softmax_routing(keys: Keys, coeff: float = 0.001) -> dict[str, object]:
-    """Return a routing by softmax, whose weights sum to one if ``norm_topk_prob``. ``coeff``: see ``balance_of``."""
+    """Routing by softmax, whose weights sum to one if ``norm_topk_prob``. ``coeff``: see ``balance_of``."""
     normalised = keys.take("norm_topk_prob", default=False)
     routing = {"use": "topk", "score": "softmax", "pre_softmax": None if normalised else True}
     return routing | balance_of(keys, coeff)

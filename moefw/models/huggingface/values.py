@@ -130,5 +130,5 @@ def _wrong(name: str, value: Any, kinds: Mapping[str, Kind]) -> Iterator[str]:
 
 
 def shown(value: object) -> str:
-    """Return a value of a configuration as an error prints it: short, and in one line."""
+    """Value of a configuration as an error prints it: short, and in one line."""
     return reprlib.repr(value)

@@ -10,7 +10,7 @@ Tree = Mapping[str, Any]
 
 
 def dense_layers(model: Tree) -> list[int]:
-    """Return the layers without experts."""
+    """Layers without experts."""
     return sorted({*range(model["num_dense_layers"]), *model["dense_layers"]})
 
 
@@ -144,7 +144,7 @@ WRITERS: Final[Mapping[str, tuple[str, str, Callable[[Tree, Tree, Tree], dict[st
 
 
 def configurations(model: Tree, attention: Tree, routing: Tree) -> dict[str, dict[str, Any]]:
-    """Return what each family with such an attention would say of a model, right or not."""
+    """Configuration of each family with such an attention, whether or not it computes the same model."""
     return {
         family: {
             "architectures": [f"{classes}ForCausalLM"],

@@ -31,7 +31,7 @@ class Heads(moefw.AttentionPlugin):
     kernel: Literal["sdpa", "flex"] = "sdpa"
 
     def regions(self) -> tuple[str, ...]:
-        """Return the regions inside the attention. All may be kept, recomputed or offloaded."""
+        """Regions inside the attention. All may be kept, recomputed or offloaded."""
         raise NotImplementedError
 
     def offers(self, site: Site) -> moefw.Offers:
@@ -65,7 +65,7 @@ class Heads(moefw.AttentionPlugin):
             )
 
     def attend(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return the core of the attention."""
+        """Core of the attention."""
         if self.kernel == "flex":
             from moefw.runtime.attention.flex import attend
 

@@ -9,7 +9,7 @@ from moefw.core.site import Site
 
 
 def splits(site: Site) -> bool:
-    """Return whether ranks of cp share sequences."""
+    """Whether ranks of cp share sequences."""
     return site.layout.sizes["cp"] > 1
 
 

@@ -72,11 +72,11 @@ class AloneDispatcher(Dispatcher):
         return DispatchPlan(detail=_Metadata(arrival, reported(budget, arrival.left_out)))
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
-        """Return the tokens, rounded as if they were sent."""
+        """Tokens, rounded as if they were sent."""
         return stay([x_TD, weights_TK], codec=self.codec, detail=plan)
 
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Return other tokens along the same plan."""
+        """Other tokens along the same plan."""
         return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
@@ -94,5 +94,5 @@ class AloneDispatcher(Dispatcher):
         return Pending(buffers=(arrival.reduce(rows_RD),))
 
     def finish_combine(self, pending: Pending) -> Tensor:
-        """Return the sums."""
+        """Sums."""
         return pending.buffers[0]

@@ -30,7 +30,7 @@ class Budget:
         return "dropped_rows" if self.on_overflow == "drop" else "overflow"
 
     def rows(self, choices: int, alignment: int) -> int:
-        """Return the number of rows, rounded up to a multiple of ``alignment``.
+        """Number of rows, rounded up to a multiple of ``alignment``.
 
         ``choices``: those of the rank with the most tokens, which under balanced load are the rows of each rank.
         """
@@ -38,7 +38,7 @@ class Budget:
 
 
 def reported(budget: Budget | None, left_out: Tensor | None) -> Mapping[str, Tensor]:
-    """Return the statistics of a budget, given how many rows exceeded it. Empty without a budget."""
+    """Statistics of a budget, given how many rows exceeded it. Empty without a budget."""
     if budget is None or left_out is None:
         return {}
     return {budget.stat: left_out.float()}

@@ -32,11 +32,11 @@ class SetsBudget(SendsRows):
         return Budget(self.rank_capacity, self.on_overflow)
 
     def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
-        """Return the dispatcher of a process that holds all experts, with its budget."""
+        """Dispatcher of a process that holds all experts, with its budget."""
         return super().alone(context, budget=self.budget, **more)
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the offers: with a budget static rows, and the budget itself if a second run lifts it."""
+        """Offers: with a budget static rows, and the budget itself if a second run lifts it."""
         if self.rank_capacity is None:
             return super().offers(site)
         lifted = {"budget": (self.rank_capacity,)} if self.on_overflow == "rerun" else {}
@@ -45,7 +45,7 @@ class SetsBudget(SendsRows):
         )
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
-        """Return also the problems of a budget without ``on_overflow``, and of the reverse."""
+        """Also the problems of a budget without ``on_overflow``, and of the reverse."""
         problems = [*super().check(site)]
         if self.rank_capacity is not None and self.on_overflow is None:
             problems.append(

@@ -31,7 +31,7 @@ class CallsLibrary(SendsRows):
     max_tokens: int | None = field(default=None, validator=optional(gt(0)))
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return also the library's needs of the machine and of the other parts."""
+        """Also the library's needs of the machine and of the other parts."""
         needs = super().needs(site)
         if self.backend == "torch":
             return needs
@@ -58,7 +58,7 @@ class CallsLibrary(SendsRows):
         return [*needs, *of_library]
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
-        """Return also: packed rows or a layer that the library does not move, ``max_tokens`` without the library."""
+        """Also: packed rows or a layer that the library does not move, ``max_tokens`` without the library."""
         return [*super().check(site), *self._backend_problems(site)]
 
     def _backend_problems(self, site: Site) -> Sequence[moefw.Problem]:
@@ -78,4 +78,4 @@ class CallsLibrary(SendsRows):
 
     @abstractmethod
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return the problems of a layer that the library does not support."""
+        """Problems of a layer that the library does not support."""

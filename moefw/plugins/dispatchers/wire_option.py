@@ -27,13 +27,13 @@ class SendsRows(DispatcherPlugin):
     wire: Literal["high", "fp8"] = "high"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the offers: any row alignment, and counts that the host reads where a part needs them there."""
+        """Offers: any row alignment, and counts that the host reads where a part needs them there."""
         return moefw.offers(
             row_alignment=moefw.ANY, rows=("ragged", "padded"), counts=("device", "host"), row_keys=True
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the needs: an expert-parallel axis and, for packed rows, a recipe that packs them."""
+        """Needs: an expert-parallel axis and, for packed rows, a recipe that packs them."""
         axis = moefw.need("axis", "ep", reason="rows travel along the expert-parallel axis")
         if self.wire == "high":
             return [axis]
@@ -47,27 +47,27 @@ class SendsRows(DispatcherPlugin):
         return [axis, packed]
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher of this process. See :meth:`among`."""
+        """Dispatcher of this process. See :meth:`among`."""
         experts = context.expert_group()
         return self.alone(context) if experts.group is None else self.among(experts, context)
 
     @abstractmethod
     def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher of this process, which shares the experts with others. May raise PlanError."""
+        """Dispatcher of this process, which shares the experts with others. May raise PlanError."""
 
     def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
-        """Return the dispatcher of a process that holds all experts. ``more``: further arguments, from a subclass."""
+        """Dispatcher of a process that holds all experts. ``more``: further arguments, from a subclass."""
         from moefw.plugins.dispatchers.alone import AloneDispatcher
 
         settled = {"counts_on_host": context.facts["counts"] == "host", **self.settled(context)}
         return AloneDispatcher(context.site.dims.num_experts, **more, **settled)
 
     def settled(self, context: moefw.BuildContext) -> dict[str, Any]:
-        """Return the arguments of a runtime part that follow from the layer's other parts."""
+        """Arguments of a runtime part that follow from the layer's other parts."""
         return {"row_alignment": context.facts["row_alignment"], "codec": self.codec(context)}
 
     def codec(self, context: moefw.BuildContext) -> Codec | None:
-        """Return the codec of a layer's rows; None: rows are not packed, or experts are kept in high precision."""
+        """Codec of a layer's rows; None: rows are not packed, or experts are kept in high precision."""
         if self.wire == "high":
             return None
         return context.recipe("moe.experts").codec(context.site.dims.model_dim)

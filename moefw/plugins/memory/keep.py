@@ -17,11 +17,11 @@ class KeepPolicy(MemoryPolicy):
     """Leaves regions unchanged: autograd keeps what they save."""
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function``."""
+        """``function``."""
         return function
 
     def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``finish``."""
+        """``finish``."""
         return finish
 
 
@@ -34,7 +34,7 @@ class Keep(MemoryPlugin):
     passive: ClassVar[bool] = True
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
-        """Return the policy."""
+        """Policy."""
         return KeepPolicy()
 
 

@@ -32,7 +32,7 @@ class Sharing:
         return self.copy_ranks * shards
 
     def over(self, world: int) -> int:
-        """Return the number of ranks in ``world`` that shard a parameter. Raises PlanError where none fits."""
+        """Number of ranks in ``world`` that shard a parameter. Raises PlanError where none fits."""
         copies = world // self.copy_ranks
         shards = copies if self.asked == "all" else self.asked
         if copies % shards:
@@ -56,7 +56,7 @@ def shards_validator(_: object, option: Any, value: int | Literal["all"]) -> Non
 
 
 def fit_world(world: int | None, *, unit: int, exactly: bool, sizes: str, sharings: Sequence[Sharing] = ()) -> int:
-    """Return ``world`` if it is ``unit`` ranks or, unless ``exactly``, a multiple of it. Raises PlanError if not.
+    """``world`` if it is ``unit`` ranks or, unless ``exactly``, a multiple of it. Raises PlanError if not.
 
     None: the smallest world with the copies that ``sharings`` need. ``sizes`` spells out ``unit`` for the error.
     """
@@ -80,7 +80,7 @@ def fit_world(world: int | None, *, unit: int, exactly: bool, sizes: str, sharin
 
 
 def split_needs(sizes: Mapping[str, int]) -> list[Need]:
-    """Return the need of a model that can be split for each option of pp, cp and tp that is above 1."""
+    """Need of a model that can be split for each option of pp, cp and tp that is above 1."""
     split_by = {"pp": "the layers", "cp": "each sequence", "tp": "each layer"}
     needs = []
     for option, size in sizes.items():

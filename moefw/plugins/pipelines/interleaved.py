@@ -37,14 +37,14 @@ class Interleaved(PipelinePlugin):
         )
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
-        """Return the order of torch's ``ScheduleInterleaved1F1B``."""
+        """Order of torch's ``ScheduleInterleaved1F1B``."""
         from moefw.plugins.pipelines.torch_orders import order_of
 
         return order_of("ScheduleInterleaved1F1B", self.chunks, ranks, micro_batches)
 
 
 def _rounds(ranks: int, micro_batches: int) -> int:
-    """Return the number of rounds, in each of which every chunk of a rank runs equally many micro-batches."""
+    """Number of rounds, in each of which every chunk of a rank runs equally many micro-batches."""
     return max(1, micro_batches // ranks)
 
 

@@ -18,7 +18,7 @@ class GPipe(PipelinePlugin):
     name: ClassVar[str] = "gpipe"
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
-        """Return all forwards, then all backwards, for each rank."""
+        """All forwards, then all backwards, for each rank."""
         return [_alternating(rank, micro_batches, micro_batches) for rank in range(ranks)]
 
 
@@ -29,7 +29,7 @@ class OneForwardOneBackward(PipelinePlugin):
     name: ClassVar[str] = "1f1b"
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
-        """Return one forward for each later rank, then forwards and backwards in turn."""
+        """One forward for each later rank, then forwards and backwards in turn."""
         return [_alternating(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks)]
 
 
@@ -43,13 +43,13 @@ class ZeroBubble(PipelinePlugin):
     name: ClassVar[str] = "zero-bubble"
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
-        """Return the order of ``1f1b``. Weight gradients of rank r wait for those of inputs of r more micro-batches."""
+        """Order of ``1f1b``. Weight gradients of rank r wait for those of inputs of r more micro-batches."""
         orders = OneForwardOneBackward().order(ranks, micro_batches)
         return [list(_delayed(rank, order, micro_batches)) for rank, order in enumerate(orders)]
 
 
 def _alternating(stage: int, ahead: int, micro_batches: int) -> list[moefw.Action]:
-    """Return ``ahead`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """``ahead`` forwards, then one forward and one backward in turn, then the backwards that are left."""
     order = [moefw.Action("F", stage, micro_batch) for micro_batch in range(ahead)]
     for micro_batch in range(micro_batches):
         if ahead + micro_batch < micro_batches:

@@ -14,7 +14,7 @@ from moefw.core.records import Action
 
 @cache
 def order_of(schedule: str, chunks: int, ranks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the passes of each of ``ranks``, with ``chunks`` stages each, under torch's schedule of this class name.
+    """Passes of each of ``ranks``, with ``chunks`` stages each, under torch's schedule of this class name.
 
     Raises ValueError if torch does. The orders with one stage a rank are not from here: the list of ``Schedule1F1B``
     lacks the forward of micro-batch 0 on the last rank (torch 2.11 to 2.13).

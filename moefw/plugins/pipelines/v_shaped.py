@@ -26,11 +26,11 @@ class ZBV(PipelinePlugin):
         return 2
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """Return the rank of a stage: up, then down again."""
+        """Rank of a stage: up, then down again."""
         return _in_a_v(stage, ranks)
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
-        """Return the order of torch's ``ScheduleZBVZeroBubble``."""
+        """Order of torch's ``ScheduleZBVZeroBubble``."""
         from moefw.plugins.pipelines.torch_orders import order_of
 
         return order_of("ScheduleZBVZeroBubble", 2, ranks, micro_batches)
@@ -48,7 +48,7 @@ class DualPipeV(PipelinePlugin):
         return 2
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """Return the rank of a stage: up, then down again."""
+        """Rank of a stage: up, then down again."""
         return _in_a_v(stage, ranks)
 
     def check_batches(self, ranks: int, micro_batches: int) -> Iterator[moefw.Problem]:
@@ -60,14 +60,14 @@ class DualPipeV(PipelinePlugin):
             )
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
-        """Return the order of torch's ``ScheduleDualPipeV``."""
+        """Order of torch's ``ScheduleDualPipeV``."""
         from moefw.plugins.pipelines.torch_orders import order_of
 
         return order_of("ScheduleDualPipeV", 2, ranks, micro_batches)
 
 
 def _in_a_v(stage: int, ranks: int) -> int:
-    """Return the rank of a stage: 0, 1, ..., ranks - 1, ranks - 1, ..., 1, 0."""
+    """Rank of a stage: 0, 1, ..., ranks - 1, ranks - 1, ..., 1, 0."""
     return stage if stage < ranks else 2 * ranks - 1 - stage
 
 

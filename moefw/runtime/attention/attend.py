@@ -30,7 +30,7 @@ def attend(
     sinks_H: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``out_BHSe`` in the dtype of ``q_BHSd``, and ``lse_BHS``, the logarithm of the softmax's denominator.
+    """``out_BHSe`` in the dtype of ``q_BHSd``, and ``lse_BHS``, the logarithm of the softmax's denominator.
 
     Query head h attends to key head ``h // (H // G)`` (arXiv 2305.13245), with scores ``q k * scale``; ``scale`` is
     ``1 / sqrt(d)`` if None. The sink of a head is a score of one more key, whose value is zero: a row of weights sums
@@ -53,7 +53,7 @@ def attend(
 
 
 def behind(past: Sequence[Tensor] | None, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return tensors ``made`` of tokens, such as keys and values, each behind that of the ``past``, if there is one.
+    """Tensors ``made`` of tokens, such as keys and values, each behind that of the ``past``, if there is one.
 
     All have shape ``(..., positions, width)``.
     """

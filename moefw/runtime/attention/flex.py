@@ -25,7 +25,7 @@ def attend(
     sinks_H: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``out_BHSe`` and ``lse_BHS`` as :func:`moefw.runtime.attention.attend.attend` does (arXiv 2412.05496).
+    """``out_BHSe`` and ``lse_BHS`` as :func:`moefw.runtime.attention.attend.attend` does (arXiv 2412.05496).
 
     On a GPU it is compiled. On a CPU it computes all scores, and no gradients. Raises ContractError as that does.
     """
@@ -50,7 +50,7 @@ def attend(
 
 
 def block_mask(mask: Mask, q_BHSd: Tensor, k_BGSd: Tensor) -> BlockMask:
-    """Return the blocks of scores that have visible keys, for all heads."""
+    """Blocks of scores that have visible keys, for all heads."""
     queries = q_BHSd.shape[2]
     keys = k_BGSd.shape[2]
     return create_block_mask(
@@ -65,7 +65,7 @@ def block_mask(mask: Mask, q_BHSd: Tensor, k_BGSd: Tensor) -> BlockMask:
 
 
 def mask_function(mask: Mask, queries: int, keys: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the function (sequence, head, query, key) that :func:`create_block_mask` asks whether a query sees a key.
+    """Function (sequence, head, query, key) that :func:`create_block_mask` asks whether a query sees a key.
 
     Its arguments are integer tensors, of which each query counts from the first of ``queries``.
     """

@@ -49,7 +49,7 @@ class _Kernel(NamedTuple):
 
 
 def forward(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Return ``out_BHSe`` in the dtype of ``q_BHSd``, and ``lse_BHS`` in fp32, or in fp64 if ``q_BHSd`` is."""
+    """``out_BHSe`` in the dtype of ``q_BHSd``, and ``lse_BHS`` in fp32, or in fp64 if ``q_BHSd`` is."""
     out_shape = (*q_BHSd.shape[:-1], v_BGSe.shape[-1])
     if not q_BHSd.numel():
         dtype = torch.promote_types(q_BHSd.dtype, torch.float32)
@@ -69,7 +69,7 @@ def backward(
     lse_BHS: Tensor,
     scores: Scores,
 ) -> Gradients:
-    """Return the gradients of ``q_BHSd``, ``k_BGSd`` and ``v_BGSe`` through their scores.
+    """Gradients of ``q_BHSd``, ``k_BGSd`` and ``v_BGSe`` through their scores.
 
     ``out_BHSe`` and ``lse_BHS`` may be of these scores and others.
     """
@@ -84,7 +84,7 @@ def backward(
 
 
 def _widened(kernel: _Kernel, *tensors: Tensor) -> list[Tensor]:
-    """Return heads padded with zeros to the widest, with adjacent elements. Zeros change no score and no value."""
+    """Heads padded with zeros to the widest, with adjacent elements. Zeros change no score and no value."""
     widest = max(x.shape[-1] for x in tensors)
     width = widest + -widest % kernel.alignment
     padded = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors)
@@ -92,12 +92,12 @@ def _widened(kernel: _Kernel, *tensors: Tensor) -> list[Tensor]:
 
 
 def _narrowed(x: Tensor, width: int) -> Tensor:
-    """Return the first ``width`` elements of heads, in storage of their own: a view would keep the wider one."""
+    """First ``width`` elements of heads, in storage of their own: a view would keep the wider one."""
     return x if x.shape[-1] == width else x.narrow(-1, 0, width).clone()
 
 
 def _bias(q: Tensor, visible_BHSS: Tensor | None, alignment: int) -> Tensor | None:
-    """Return what a mask adds to scores, 0 or -inf, with rows a multiple of ``alignment`` elements apart."""
+    """Bias that a mask adds to scores, 0 or -inf, with rows a multiple of ``alignment`` elements apart."""
     if visible_BHSS is None:
         return None
     keys = visible_BHSS.shape[-1]
@@ -136,7 +136,7 @@ def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
 
 
 def _takes_flash(q: Tensor, scores: Scores) -> bool:
-    """Return whether the flash kernels for CUDA compute these scores: 16 bits, and no mask but the causal one."""
+    """Whether the flash kernels for CUDA compute these scores: 16 bits, and no mask but the causal one."""
     is_16_bit = q.dtype in (torch.float16, torch.bfloat16)
     return is_16_bit and scores.visible_BHSS is None and q.shape[-1] <= FLASH_WIDTH
 
@@ -214,7 +214,7 @@ def _cuda_bias(q: Tensor, scores: Scores) -> Tensor | None:
 
 
 def _spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values with a head for each of the queries."""
+    """Keys and values with a head for each of the queries."""
     times = q.shape[1] // k.shape[1]
     if times == 1:
         return k, v
@@ -222,7 +222,7 @@ def _spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(grad: Tensor, of: Tensor) -> Tensor:
-    """Return the gradient of ``of`` from that of its heads spread."""
+    """Gradient of ``of`` from that of its heads spread."""
     if grad.shape == of.shape:
         return grad
     summed: Tensor = grad.unflatten(1, (of.shape[1], -1)).sum(2)

@@ -26,18 +26,18 @@ class Mask:
 
     @classmethod
     def of(cls, batch: Batch, window: int | None = None) -> Self:
-        """Return the mask of the sequences of a batch."""
+        """Mask of the sequences of a batch."""
         if batch.lengths is not None and len(batch.lengths) == 1:
             return cls(window=window, cp=batch.cp)  # one document: nothing to tell apart
         return cls(window=window, documents_BS=batch.documents_BS, lengths=batch.lengths, cp=batch.cp)
 
     def is_plain(self, queries: int, keys: int) -> bool:
-        """Return whether a kernel's causal mask over as many queries as keys is this mask."""
+        """Whether a kernel's causal mask over as many queries as keys is this mask."""
         sees_all_before = self.window is None or self.window >= keys
         return sees_all_before and self.documents_BS is None and queries == keys
 
     def visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Return a bool tensor (1, 1, queries, keys), or (B, 1, queries, keys) with documents; True where visible."""
+        """Bool tensor (1, 1, queries, keys), or (B, 1, queries, keys) with documents; True where visible."""
         first = keys - queries  # the position of the first query
         key_S = torch.arange(keys, device=device)
         distance = key_S.narrow(0, first, queries).unsqueeze(1) - key_S

@@ -47,7 +47,7 @@ class PartialAttention(ContextAttention):
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Return ``out_BHSe`` of this rank's queries, by the kernels of PyTorch."""
+        """``out_BHSe`` of this rank's queries, by the kernels of PyTorch."""
         scale = 1.0 / sqrt(q_BHSd.shape[-1]) if scale is None else scale
         # Autograd sees only tensors that are arguments themselves, so the mask's tensor is one more.
         out_BHSe: Tensor = _Partial.apply(  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ Table = tuple[Tensor, Tensor]
 
 
 def rope_table(rope: Rope, width: int, batch: Batch) -> Table:
-    """Return the table for heads of which ``width`` values turn (arXiv 2104.09864 eq. 15)."""
+    """Table for heads of which ``width`` values turn (arXiv 2104.09864 eq. 15)."""
     positions_BS = batch.places.unsqueeze(0) if batch.positions_BS is None else batch.positions_BS
     angles = positions_BS.float().unsqueeze(-1) * frequencies(rope, width, positions_BS.device)
     return angles.cos() * rope.length_factor, angles.sin() * rope.length_factor
@@ -28,7 +28,7 @@ def rotate(x_BSHd: Tensor, table: Table, rope: Rope) -> Tensor:
 
 
 def frequencies(rope: Rope, width: int, device: torch.device) -> Tensor:
-    """Return the angle by which each pair turns from one position to the next, fp32 ``(width/2)``."""
+    """Angle by which each pair turns from one position to the next, fp32 ``(width/2)``."""
     first_of_pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
     plain: Tensor = 1.0 / rope.theta ** (first_of_pairs / width)
     if rope.kind == "linear":
@@ -61,7 +61,7 @@ def _yarn(rope: Rope, plain: Tensor) -> Tensor:
     num_pairs = len(plain)
 
     def pair_that_turns(times: float) -> float:
-        """Return the number of the pair, as a fraction, that turns so often in the trained length."""
+        """Number of the pair, as a fraction, that turns so often in the trained length."""
         length = rope.option("trained_positions") / (2 * math.pi * times)
         return num_pairs * math.log(length) / math.log(rope.theta)
 

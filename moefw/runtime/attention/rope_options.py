@@ -57,7 +57,7 @@ class Rope:
     attention_factor: float | None = field(default=None, validator=_positive)
 
     def option(self, name: str) -> Any:
-        """Return an option of this kind: as set, else its default."""
+        """Option of this kind: as set, else its default."""
         value = getattr(self, name)
         return OWN[self.kind][name] if value is None else value
 

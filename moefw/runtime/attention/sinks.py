@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def with_sinks(out_BHSe: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of an attention with sinks, given those without.
+    """Output and the log-sum-exp of an attention with sinks, given those without.
 
     The output is scaled in place, but not for a compiler: in that of torch 2.11, the gradient of a Function's output is
     zero if two operations in its forward return that tensor.

@@ -95,7 +95,7 @@ class Visible:
                 yield self._masked(query_piece, queries, query_piece - apart, keys, half)
 
     def _masked(self, query_piece: int, queries: slice, key_piece: int, keys: slice, half: int) -> Block:
-        """Return the block of two pieces with a mask of what the window and documents leave visible."""
+        """Block of two pieces with a mask of what the window and documents leave visible."""
         key_S = torch.arange(half, device=self.device)
         distance = (query_piece - key_piece) * half + key_S.unsqueeze(1) - key_S
         visible = distance >= 0

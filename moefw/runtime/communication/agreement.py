@@ -22,7 +22,7 @@ _WORD: Final = torch.int32
 
 
 def everywhere(answer: Any, group: ProcessGroup | None) -> list[Any]:
-    """Return the answers of all ranks of the group, in rank order. ``group`` None: this rank alone. Collective.
+    """Answers of all ranks of the group, in rank order. ``group`` None: this rank alone. Collective.
 
     ``answer`` must be JSON-serializable. It travels on the CPU over gloo, and on the GPU over NCCL. Raises RunError if
     a rank sends something other than JSON.
@@ -50,7 +50,7 @@ def everywhere(answer: Any, group: ProcessGroup | None) -> list[Any]:
 
 
 def anywhere(answer: bool, group: ProcessGroup | None) -> bool:
-    """Return whether ``answer`` is True on any rank of a host group. ``group`` None: this rank alone. Collective."""
+    """Whether ``answer`` is True on any rank of a host group. ``group`` None: this rank alone. Collective."""
     if group is None:
         return answer
     largest = torch.tensor([int(answer)])
@@ -75,7 +75,7 @@ def raise_together(error: MoefwError | None, group: ProcessGroup | None) -> None
 
 
 def _read(rank: int, words: torch.Tensor) -> Any:
-    """Return the answer in the words that a rank sent."""
+    """Answer in the words that a rank sent."""
     try:
         return json.loads(words.cpu().numpy().tobytes())
     except (ValueError, RecursionError) as error:

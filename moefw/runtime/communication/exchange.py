@@ -39,7 +39,7 @@ def exchange(
 
 
 def exchange_now(rows: Tensor, sent: Splits, received: Splits, group: ProcessGroup | None) -> Tensor:
-    """Return the rows that the ranks sent to this rank. Not differentiable: for metadata."""
+    """Rows that the ranks sent to this rank. Not differentiable: for metadata."""
     if group is None:
         return rows
     (buffer,), (work,) = _all_to_all(sent, received, group)([rows])
@@ -48,7 +48,7 @@ def exchange_now(rows: Tensor, sent: Splits, received: Splits, group: ProcessGro
 
 
 def by_rank(counts_E: Tensor, experts: ExpertGroup) -> Tensor:
-    """Return the numbers of rows for the experts of each rank, ``(P, e)``, given those for all experts.
+    """Numbers of rows for the experts of each rank, ``(P, e)``, given those for all experts.
 
     Every rank that holds a part of an expert gets all of its rows.
     """

@@ -28,10 +28,10 @@ class Permutation(Protocol):
     """Mapping of tokens ``(T, D)`` to rows ``(N, D)``."""
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """Return the rows. Differentiable."""
+        """Rows. Differentiable."""
 
     def gather_sum(self, rows_ND: Tensor) -> Tensor:
-        """Return the sum of each token's rows. Differentiable."""
+        """Sum of each token's rows. Differentiable."""
 
 
 @runtime_checkable
@@ -39,7 +39,7 @@ class PermutingCodec(Codec, Protocol):
     """A codec that packs a token once for all of its rows."""
 
     def pack_permuted(self, x_TD: Tensor, rows: Permutation) -> Tensor:
-        """Return ``pack(rows.gather(x_TD))``, bit for bit."""
+        """``pack(rows.gather(x_TD))``, bit for bit."""
 
 
 Launch = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Work]]]
@@ -78,7 +78,7 @@ class _Movement:
         self.back: _Flight | None = None
 
     def pack(self, first: Tensor) -> Tensor:
-        """Return the rows that travel, from the first tensor: rows, or tokens with a codec that permutes."""
+        """Rows that travel, from the first tensor: rows, or tokens with a codec that permutes."""
         if self.codec is None:
             return first
         if self.rows is None:
@@ -160,7 +160,7 @@ class _Rounded(torch.autograd.Function):
 def stay(
     tensors: Sequence[Tensor], *, codec: Codec | None = None, rows: Permutation | None = None, detail: Any = None
 ) -> Pending:
-    """Return the movement of a rank that is alone in its group. It sends nothing, but a codec still rounds."""
+    """Movement of a rank that is alone in its group. It sends nothing, but a codec still rounds."""
     tensors, rows = _gathered(tensors, codec, rows)
     if codec is not None:
         tensors = (_Rounded.apply(tensors[0], codec), *tensors[1:])  # type: ignore[no-untyped-call]
@@ -191,7 +191,7 @@ def start(
 def _gathered(
     tensors: Sequence[Tensor], codec: Codec | None, rows: Permutation | None
 ) -> tuple[Sequence[Tensor], Permutation | None]:
-    """Return the tensors with tokens replaced by rows, unless the codec packs tokens."""
+    """Tensors with tokens replaced by rows, unless the codec packs tokens."""
     if rows is None:
         return tensors, None
     if codec is not None and isinstance(codec, PermutingCodec):

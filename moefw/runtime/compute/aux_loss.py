@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def attach(weights_TK: Tensor, loss: Tensor) -> Tensor:
-    """Return ``weights_TK`` with ``loss`` attached: in backward, ``loss`` gets a gradient of 1."""
+    """``weights_TK`` with ``loss`` attached: in backward, ``loss`` gets a gradient of 1."""
     attached: Tensor = _Attach.apply(weights_TK, loss)  # type: ignore[no-untyped-call]
     return attached
 

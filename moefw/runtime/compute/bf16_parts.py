@@ -31,7 +31,7 @@ class BF16Sum:
 
     @classmethod
     def of(cls, x: Tensor) -> BF16Sum:
-        """Return the parts of a bf16 or fp32 matrix."""
+        """Parts of a bf16 or fp32 matrix."""
         if x.dtype is torch.bfloat16:
             return cls([x])
         parts = [x.bfloat16()]
@@ -46,7 +46,7 @@ class BF16Sum:
         return BF16Sum([part.mT for part in self.parts])
 
     def __matmul__(self, other: BF16Sum) -> Tensor:
-        """Return the product in fp32. One GEMM multiplies all parts, and adds up the smallest products first."""
+        """Product in fp32. One GEMM multiplies all parts, and adds up the smallest products first."""
         left = self.parts
         right = other.parts
         if len(left) == 1:  # one product with all parts side by side, and their sum
@@ -70,7 +70,7 @@ class BF16Parts(Precision):
     residual_dtype: ClassVar[Any] = torch.float32
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> BF16Sum:
-        """Return the parts of ``x``."""
+        """Parts of ``x``."""
         return BF16Sum.of(x)
 
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
@@ -82,11 +82,11 @@ RECIPE: Final = BF16Parts()
 
 
 def takes_parts(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether ``x W^T`` in ``dtype`` is computed from parts: on a GPU, for bf16 rows and an fp32 weight."""
+    """Whether ``x W^T`` in ``dtype`` is computed from parts: on a GPU, for bf16 rows and an fp32 weight."""
     has_dtypes = (x.dtype, weight.dtype, dtype) == (torch.bfloat16, torch.float32, torch.float32)
     return has_dtypes and takes_kernels(x) and not torch.compiler.is_compiling()
 
 
 def fp32_mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of bf16 matrices in fp32, which PyTorch has for CUDA only."""
+    """Product of bf16 matrices in fp32, which PyTorch has for CUDA only."""
     return torch.mm(a, b, out_dtype=torch.float32)

@@ -12,7 +12,7 @@ from moefw.core.records import Pass, Role, RowGroups
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x.to(dtype)``, without the call where ``x`` has the dtype: it takes PyTorch microseconds to see that."""
+    """``x.to(dtype)``, without the call where ``x`` has the dtype: it takes PyTorch microseconds to see that."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
@@ -20,7 +20,7 @@ class _Cast(Precision):
     operand_dtype: ClassVar[torch.dtype]
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
-        """Return ``x`` in the operand dtype."""
+        """``x`` in the operand dtype."""
         return in_dtype(x, self.operand_dtype)
 
 

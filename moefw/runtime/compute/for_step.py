@@ -34,10 +34,10 @@ def done_for_step() -> Iterator[None]:
 
 
 def is_made_for_step() -> bool:
-    """Return whether tensors that are created now are marked."""
+    """Whether tensors that are created now are marked."""
     return _making.get()
 
 
 def is_done_for_step() -> bool:
-    """Return whether work that is done now is marked."""
+    """Whether work that is done now is marked."""
     return _once.get()

@@ -17,7 +17,7 @@ COLUMNS = 8
 
 
 def add_group_bias(x_RC: Tensor, bias_eC: Tensor, ends_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
-    """Return ``x + w * b`` in the dtype of ``x``, with b of the row's group, and w = 1 without ``weights_R`` (fp32).
+    """``x + w * b`` in the dtype of ``x``, with b of the row's group, and w = 1 without ``weights_R`` (fp32).
 
     ``ends_e``: the ends of the groups, int32. Rows behind the last group are undefined.
     """
@@ -52,13 +52,13 @@ class _AddGroupBias(torch.autograd.Function):
 
 
 def _groups(ends_e: Tensor, rows: int) -> Tensor:
-    """Return the group of each row, ``(R)``; the last one for rows behind it."""
+    """Group of each row, ``(R)``; the last one for rows behind it."""
     rows_R = torch.arange(rows, dtype=ends_e.dtype, device=ends_e.device)
     return torch.searchsorted(ends_e, rows_R, right=True).clamp_(max=len(ends_e) - 1)
 
 
 def widened(part: Tensor, shard: Shard | None) -> Tensor:
-    """Return a bias (..., D) that is zero outside this rank's part (..., d): a sum over ranks contains it once."""
+    """Bias (..., D) that is zero outside this rank's part (..., d): a sum over ranks contains it once."""
     if shard is None:
         return part
     zeros_before = shard.index * part.shape[-1]

@@ -17,7 +17,7 @@ from moefw_kernels.empty_groups import clear_empty_groups
 
 
 def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
-    """Return the products of groups: ``a`` (R, I) with ``b`` (e, I, O), or, summing over rows, (O, R) with (R, I).
+    """Products of groups: ``a`` (R, I) with ``b`` (e, I, O), or, summing over rows, (O, R) with (R, I).
 
     A sum over no rows is zero.
     """
@@ -38,7 +38,7 @@ def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
 
 
 def _sums(a_OR: Tensor, b_RI: Tensor, ends_e: Tensor) -> Tensor:
-    """Return the sums over the rows of each group, ``(e, O, I)``."""
+    """Sums over the rows of each group, ``(e, O, I)``."""
     sums_eOI = a_OR.new_empty(len(ends_e), len(a_OR), b_RI.shape[1])
     add_wgrad(sums_eOI, a_OR.mT, b_RI, ends_e, fresh=True)
     return sums_eOI
@@ -46,5 +46,5 @@ def _sums(a_OR: Tensor, b_RI: Tensor, ends_e: Tensor) -> Tensor:
 
 @cache
 def _leaves_empty_sums_unwritten(device: torch.device) -> bool:
-    """Return whether grouped products leave sums over no rows unwritten, as on Blackwell (pytorch#172439)."""
+    """Whether grouped products leave sums over no rows unwritten, as on Blackwell (pytorch#172439)."""
     return is_gpu(device) and torch.cuda.get_device_capability(device)[0] >= 10

@@ -31,7 +31,7 @@ class SharedInput:
         self._made: tuple[Any, SavedOperand] | None = None
 
     def made_of(self, x: Tensor, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand]:
-        """Return the operand of fprop, and the saved operand for wgrad."""
+        """Operand of fprop, and the saved operand for wgrad."""
         if self._made is not None:
             return self._made
         made = input_operands(x, precision, rows)
@@ -41,7 +41,7 @@ class SharedInput:
 
 
 def separate(recipe: Precision, name: str, count: int) -> Any:
-    """Return ``count`` recipes for GEMMs called ``name`` of one group each; in a ``ModuleList`` if they have state."""
+    """``count`` recipes for GEMMs called ``name`` of one group each; in a ``ModuleList`` if they have state."""
     recipes = [recipe.at(name, groups=1) for _ in range(count)]
     return nn.ModuleList(recipes) if isinstance(recipes[0], nn.Module) else recipes  # type: ignore[arg-type]
 
@@ -54,7 +54,7 @@ def linear(
     *,
     shared: SharedInput | None = None,
 ) -> Tensor:
-    """Return ``x W^T`` in the dtype of ``x``; x ``(..., I)``, weight ``(O, I)``. ``rows`` describes the flattened rows.
+    """``x W^T`` in the dtype of ``x``; x ``(..., I)``, weight ``(O, I)``. ``rows`` describes the flattened rows.
 
     GEMMs that read the same ``x``, with recipes from one ``Precision.at``, may get one ``shared``. Raises ContractError
     if ``shared`` is of another tensor.
@@ -76,7 +76,7 @@ def linear(
 
 
 def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x W^T`` computed and returned in a wider ``dtype``; saves ``x`` (T, I) as it is, not its wider copy.
+    """``x W^T`` computed and returned in a wider ``dtype``; saves ``x`` (T, I) as it is, not its wider copy.
 
     On a GPU, fp32 products with bf16 rows are sums of bf16 products that are as exact: see ``bf16_parts``.
     """
@@ -90,7 +90,7 @@ def wide_linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def keep_activation(x: Tensor, precision: Precision, rows: RowGroups) -> SavedOperand:
-    """Return the saved form of rows whose values backward reads.
+    """Saved form of rows whose values backward reads.
 
     It is the rows themselves if a policy will recompute them: the recipe's compressed form would stay in memory.
     """

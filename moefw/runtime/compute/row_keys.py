@@ -28,7 +28,7 @@ APART: Final = 0x1E3779B97F4A7C15
 
 
 def keyed(batch: Batch) -> Batch:
-    """Return the batch with a key for each flattened token, or the batch itself if it has no seeds."""
+    """Batch with a key for each flattened token, or the batch itself if it has no seeds."""
     draws = batch.draws
     return batch if draws is None else replace(batch, keys_T=token_keys(*draws, salt=SALT))
 
@@ -43,7 +43,7 @@ def with_keys(
     *,
     first_expert: int,
 ) -> ExpertBatch:
-    """Return ``arrived``, the batch of ``handle``, with the keys of its rows, 0 for padding. Collective.
+    """``arrived``, the batch of ``handle``, with the keys of its rows, 0 for padding. Collective.
 
     A redispatch moves the bits of ``keys_T`` as rows of ``dispatcher.key_columns`` bf16 columns. ``first_expert`` is
     the number of this rank's first expert.

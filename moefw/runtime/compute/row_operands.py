@@ -14,7 +14,7 @@ from moefw.runtime.memory.dropped import output_of
 
 
 def both_ways(x: Tensor, role: Role, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand] | None:
-    """Return the operand of the first pass, and the saved one of wgrad, if the recipe makes both in one read of ``x``.
+    """Operand of the first pass, and the saved one of wgrad, if the recipe makes both in one read of ``x``.
 
     Such a recipe has a method ``both_ways(x, role, rows)``, which returns None where it reads ``x`` for each. What
     it makes equals that of ``Precision.quantize``, bit for bit, but is not differentiable.
@@ -24,7 +24,7 @@ def both_ways(x: Tensor, role: Role, precision: Precision, rows: RowGroups) -> t
 
 
 def input_operands(x: Tensor, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand]:
-    """Return the operand of fprop, and the saved operand for wgrad: ``x`` itself if it will be recomputed."""
+    """Operand of fprop, and the saved operand for wgrad: ``x`` itself if it will be recomputed."""
     if output_of(x) is None:
         operands = both_ways(x, "input", precision, rows)
         if operands is not None:
@@ -42,7 +42,7 @@ def input_operands(x: Tensor, precision: Precision, rows: RowGroups) -> tuple[An
 def grad_operands(
     grad: Tensor, precision: Precision, rows: RowGroups, *, trains: bool
 ) -> tuple[Any, Callable[[], Any]]:
-    """Return the operand of dgrad, and a function that returns that of wgrad. ``trains``: whether wgrad needs it."""
+    """Operand of dgrad, and a function that returns that of wgrad. ``trains``: whether wgrad needs it."""
     operands = both_ways(grad, "grad", precision, rows) if trains else None
     if operands is not None:
         dgrad_operand, saved = operands
@@ -54,7 +54,7 @@ def grad_operands(
 def _quantize_again(
     precision: Precision, names: Sequence[str], sizes: tuple[int, ...] | None, saved: Sequence[Tensor]
 ) -> Any:
-    """Return the operand of wgrad. ``saved``: the input, and the tensors of its row groups, by their ``names``."""
+    """Operand of wgrad. ``saved``: the input, and the tensors of its row groups, by their ``names``."""
     x, *row_tensors = saved
     rows = RowGroups(**dict(zip(names, row_tensors, strict=True)), sizes=sizes)
     return precision.quantize(x, role="input", during="wgrad", rows=rows)

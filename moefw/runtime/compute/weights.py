@@ -87,7 +87,7 @@ def _of_step(weight: Tensor) -> _StepWeight | None:
 
 
 def has_plain_gradient(weight: Tensor) -> bool:
-    """Return whether autograd casts the weight and adds up its gradient at once: no step or later pass does."""
+    """Whether autograd casts the weight and adds up its gradient at once: no step or later pass does."""
     return wgrads.current() is None and _of_step(weight) is None
 
 
@@ -103,7 +103,7 @@ class WeightUse:
         self._later = wgrads.current()
 
     def operands(self, weight: Tensor, recipe: Precision) -> tuple[Any, SavedOperand]:
-        """Return the operand of fprop, and the saved operand of dgrad, which saves no tensor if the step has it."""
+        """Operand of fprop, and the saved operand of dgrad, which saves no tensor if the step has it."""
         shared = None if self._step is None else self._step.operands
         if shared is not None:
             return shared.of(recipe, "fprop"), SavedOperand((), lambda _: shared.of(recipe, "dgrad"))
@@ -113,7 +113,7 @@ class WeightUse:
     def gradient(
         self, ctx: Any, index: int, operands: Callable[[], tuple[Any, Any]], ends_e: Tensor | None = None
     ) -> Tensor | None:
-        """Return the weight's gradient for autograd; None if it is added to the sum of the step, or computed later.
+        """The weight's gradient for autograd; None if it is added to the sum of the step, or computed later.
 
         ``operands`` returns those of wgrad, ``(R, O)`` and ``(R, I)``; ``ends_e``: where each group of rows ends.
         ``index``: the position of the weight among the tensors that the Function ``ctx`` was given.
@@ -136,7 +136,7 @@ class WeightUse:
         return None
 
     def rows_gradient(self, grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor | None:
-        """Return the gradient, of shape ``shape``, of a weight of which rows were looked up; None: the step has it.
+        """Gradient, of shape ``shape``, of a weight of which rows were looked up; None: the step has it.
 
         ``grad_ND``: the gradient of each row looked up. ``rows_N``: its index in the weight, int64.
         """
@@ -166,7 +166,7 @@ class _SharedOperands:
         self._made: dict[Precision, Mapping[Pass, Callable[[], Any]]] = {}
 
     def of(self, recipe: Precision, during: Pass) -> Any:
-        """Return the operand of a pass, made at first use."""
+        """Operand of a pass, made at first use."""
         if recipe not in self._made:
             with torch.no_grad(), made_for_step():
                 self._made[recipe] = recipe.weight_operands(self._parameter.detach(), self._passes)
@@ -217,7 +217,7 @@ class _StepWeight:
 
 
 def _scattered(grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor:
-    """Return the sum of the gradients of each row, of shape ``shape``."""
+    """Sum of the gradients of each row, of shape ``shape``."""
     summed: Tensor = torch.ops.aten.embedding_dense_backward(
         grad_ND, rows_N, num_weights=shape[0], padding_idx=-1, scale_grad_by_freq=False
     )
@@ -225,6 +225,6 @@ def _scattered(grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _product(grad: Any, x: Any, ends_e: Tensor | None) -> Tensor:
-    """Return ``grad^T x``: ``(O, I)``, or ``(e, O, I)`` for groups of rows that end at ``ends_e``."""
+    """``grad^T x``: ``(O, I)``, or ``(e, O, I)`` for groups of rows that end at ``ends_e``."""
     product: Tensor = grad.mT @ x if ends_e is None else grouped_mm(grad.mT, x, ends_e)
     return product

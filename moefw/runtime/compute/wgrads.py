@@ -50,5 +50,5 @@ _current: ContextVar[Wgrads | None] = ContextVar("wgrads", default=None)
 
 
 def current() -> Wgrads | None:
-    """Return the collection to which a GEMM that runs forward now leaves its weight gradient; None: it leaves none."""
+    """Collection to which a GEMM that runs forward now leaves its weight gradient; None: it leaves none."""
     return _current.get()

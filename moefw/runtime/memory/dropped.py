@@ -32,7 +32,7 @@ class Source(Protocol):
         """Note that an output will be requested."""
 
     def output(self, index: int) -> Tensor:
-        """Return an output again: the same bits in the same memory layout."""
+        """Output again: the same bits in the same memory layout."""
 
 
 @final
@@ -62,7 +62,7 @@ _scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
 
 
 def current() -> Scope | None:
-    """Return the scope of the running layer. None: outside a layer, where nothing is dropped."""
+    """Scope of the running layer. None: outside a layer, where nothing is dropped."""
     return _scope.get()
 
 
@@ -85,7 +85,7 @@ class _Scoped:
 
 
 def drops(phases: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Return phases of a layer that do not save tensors which a recomputed region returns."""
+    """Phases of a layer that do not save tensors which a recomputed region returns."""
 
     def dropping(phase: Phase, *, first: bool, last: bool) -> Phase:
         @wraps(phase)
@@ -110,7 +110,7 @@ class Packed(Protocol):
     """Replacement of a saved tensor between forward and backward."""
 
     def tensor(self) -> Tensor:
-        """Return the tensor."""
+        """Tensor."""
 
 
 @frozen(eq=False)
@@ -124,7 +124,7 @@ class StandIn(Packed):
     start: int
 
     def tensor(self) -> Tensor:
-        """Return the tensor. Raises ContractError if the region returns memory of another size when it is rerun."""
+        """Tensor. Raises ContractError if the region returns memory of another size when it is rerun."""
         recomputed = self.output.source.output(self.output.index)
         self.output.lies_in(recomputed)
         if recomputed.untyped_storage().nbytes() != self.output.nbytes:
@@ -136,7 +136,7 @@ class StandIn(Packed):
 
 
 def stand_in(tensor: Tensor) -> StandIn | None:
-    """Return the replacement of a tensor that is saved; None: it cannot be computed again."""
+    """Replacement of a tensor that is saved; None: it cannot be computed again."""
     output = output_of(tensor)
     if output is None:
         return None
@@ -151,23 +151,23 @@ def stand_in(tensor: Tensor) -> StandIn | None:
 
 
 def output_of(tensor: Tensor) -> Output | None:
-    """Return the output that ``tensor`` is, or is a view of; None: it cannot be computed again."""
+    """Output that ``tensor`` is, or is a view of; None: it cannot be computed again."""
     scope = current()
     return scope.get(StorageWeakRef(tensor.untyped_storage())) if scope else None
 
 
 def stay(tensor: Tensor) -> Tensor:
-    """Return a saved tensor without its graph: a result that referenced its own graph would never be freed."""
+    """Saved tensor without its graph: a result that referenced its own graph would never be freed."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def unpack(packed: Tensor | Packed) -> Tensor:
-    """Return the tensor that was saved."""
+    """Tensor that was saved."""
     return packed if isinstance(packed, Tensor) else packed.tensor()
 
 
 def in_backward() -> bool:
-    """Return whether this forward is a rerun for an enclosing region, so that no backward goes through it."""
+    """Whether this forward is a rerun for an enclosing region, so that no backward goes through it."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -22,10 +22,10 @@ def in_host_memory() -> Iterator[None]:
 
 
 def is_host_memory() -> bool:
-    """Return whether tensors that are created now are marked as host memory."""
+    """Whether tensors that are created now are marked as host memory."""
     return _on_host.get()
 
 
 def without_memory() -> bool:
-    """Return whether tensors have shapes but no memory, as while a spec is planned."""
+    """Whether tensors have shapes but no memory, as while a spec is planned."""
     return active_fake_mode() is not None

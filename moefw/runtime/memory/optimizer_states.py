@@ -71,7 +71,7 @@ class OptimizerStates(ABC):
 
     @abstractmethod
     def room(self, parameter: Tensor) -> Tensor:
-        """Return zeros for a state of ``parameter``, this rank's piece: in storage form, with the same shape."""
+        """Zeros for a state of ``parameter``, this rank's piece: in storage form, with the same shape."""
 
     @abstractmethod
     def update(self, parts: Sequence[StatePart]) -> None:
@@ -85,16 +85,16 @@ class OptimizerPolicy(MemoryPolicy):
     """Memory policy for the states of the optimizer between steps."""
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` as it is: the region holds no activations."""
+        """``function`` as it is: the region holds no activations."""
         return function
 
     @abstractmethod
     def treat(self, states: OptimizerStates) -> OptimizerStates:
-        """Return ``states``, stored and updated under this policy. Called once, before the first step."""
+        """``states``, stored and updated under this policy. Called once, before the first step."""
 
 
 def numbers(origin: Origin, device: torch.device) -> Tensor:
-    """Return the number in the named tensor of each element of the box: int64, with the shape of the box."""
+    """Number in the named tensor of each element of the box: int64, with the shape of the box."""
     num_dims = len(origin.box)
     numbers = torch.full((1,) * num_dims, origin.first, device=device)
     for dim, (part, stride) in enumerate(zip(origin.box, origin.strides, strict=True)):
@@ -106,7 +106,7 @@ def numbers(origin: Origin, device: torch.device) -> Tensor:
 
 
 def origins(pieces: Sequence[Canonical]) -> tuple[Origin, ...]:
-    """Return the origins of the elements that this rank stores of the parameter with these pieces."""
+    """Origins of the elements that this rank stores of the parameter with these pieces."""
     parameter = pieces[0].parameter
     shape = tuple(parameter.shape)
     # What this rank stores of a tensor of that shape, as a view on the meta device: its offset in memory, divided by
@@ -124,7 +124,7 @@ def origins(pieces: Sequence[Canonical]) -> tuple[Origin, ...]:
 def _origin(
     piece: Canonical, shape: Sequence[int], corner: Sequence[int], stored_shape: Sequence[int]
 ) -> Origin | None:
-    """Return the origin of those elements of ``piece`` that this rank stores; None if it stores none of them.
+    """Origin of those elements of ``piece`` that this rank stores; None if it stores none of them.
 
     ``shape``: of the parameter. The rank stores a box of it of shape ``stored_shape``, whose first element is at
     ``corner``.
@@ -152,12 +152,12 @@ def _origin(
 
 
 def _is_number(piece: Canonical, dim: int) -> bool:
-    """Return whether a piece's index is a number along a dimension of its parameter."""
+    """Whether a piece's index is a number along a dimension of its parameter."""
     return dim < len(piece.index) and isinstance(piece.index[dim], int)
 
 
 def _range(piece: Canonical, dim: int, size: int) -> range:
-    """Return the elements of a piece along a dimension of its parameter. Raises ContractError for any step but 1."""
+    """Elements of a piece along a dimension of its parameter. Raises ContractError for any step but 1."""
     index = piece.index[dim] if dim < len(piece.index) else slice(None)
     if isinstance(index, int):
         return range(index, index + 1)
@@ -173,7 +173,7 @@ def _row_major_strides(shape: Sequence[int]) -> list[int]:
 
 
 def rows_of(part: StatePart, start: int, stop: int) -> StatePart:
-    """Return the rows from ``start`` to ``stop`` of a part, as views."""
+    """Rows from ``start`` to ``stop`` of a part, as views."""
     if (start, stop) == (0, len(part.parameter)):
         return part
     origins_of_rows = [_rows_of_box(origin, start, stop) for origin in part.origins]
@@ -187,7 +187,7 @@ def rows_of(part: StatePart, start: int, stop: int) -> StatePart:
 
 
 def _rows_of_box(origin: Origin, start: int, stop: int) -> Origin | None:
-    """Return the part of the box in the stored rows from ``start`` to ``stop``; None if it has none of them."""
+    """Part of the box in the stored rows from ``start`` to ``stop``; None if it has none of them."""
     rows = origin.box[0]
     begin = max(rows.start, start)
     end = min(rows.stop, stop)
@@ -230,6 +230,6 @@ def buckets(parts: Sequence[StatePart], elements: int) -> Iterator[list[StatePar
 
 
 def local_rows(tensor: Tensor) -> Tensor:
-    """Return what this rank stores of a tensor, detached. A scalar is one row."""
+    """Part of a tensor that this rank stores, detached. A scalar is one row."""
     rows: Tensor = torch.atleast_1d(local(tensor.detach()))
     return rows

@@ -46,7 +46,7 @@ _current: ContextVar[StaticRows | None] = ContextVar("static_rows", default=None
 
 
 def current() -> StaticRows | None:
-    """Return the rows of the running call of experts; None outside of one, or without a budget."""
+    """Rows of the running call of experts; None outside of one, or without a budget."""
     return _current.get()
 
 

@@ -16,12 +16,12 @@ PIECES_OF_A_RANK: Final = 2
 
 
 def pieces_of(cp: int) -> int:
-    """Return the number of equal pieces of a sequence that ranks share: two for each, or one for a rank alone."""
+    """Number of equal pieces of a sequence that ranks share: two for each, or one for a rank alone."""
     return PIECES_OF_A_RANK * cp if cp > 1 else 1
 
 
 def block_sizes(cp: int) -> tuple[int, ...]:
-    """Return the sizes of blocks: 1, doubled while it divides ``cp``, and ``cp``. Each one is whole smaller ones."""
+    """Sizes of blocks: 1, doubled while it divides ``cp``, and ``cp``. Each one is whole smaller ones."""
     sizes = [1]
     while cp % (2 * sizes[-1]) == 0:
         sizes.append(2 * sizes[-1])
@@ -44,13 +44,13 @@ class BlockPlan(LayoutPlan):
         return {**self.whole.sizes, "cp": self.size, "dp": self.whole.sizes["dp"] * self.blocks}
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
-        """Return a rank's position on every axis."""
+        """A rank's position on every axis."""
         of_whole = self.whole.coordinates(rank)
         block, index = divmod(of_whole["cp"], self.size)
         return {**of_whole, "cp": index, "dp": of_whole["dp"] * self.blocks + block}
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only on ``axes``, in ascending order."""
+        """Ranks that differ from ``rank`` only on ``axes``, in ascending order."""
         changed = {"dp", "cp"}  # the axes on which positions differ from those of the whole plan
         if not changed & {*axes}:
             return self.whole.group(rank, axes)
@@ -65,7 +65,7 @@ class BlockPlan(LayoutPlan):
         )
 
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks that hold the same parameters as ``rank``, a row for each set that shards them."""
+        """Ranks that hold the same parameters as ``rank``, a row for each set that shards them."""
         return self.whole.copies(rank, side)
 
 
@@ -81,16 +81,16 @@ class BlockLayout(Layout):
         self.ranks_per_node = whole.ranks_per_node
 
     def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Return the process group of ``ranks``, or None if it is this rank alone. Collective over ``ranks``."""
+        """Process group of ``ranks``, or None if it is this rank alone. Collective over ``ranks``."""
         return self.whole.open(ranks)
 
     def host_group(self) -> ProcessGroup | None:
-        """Return a group of all ranks for host tensors."""
+        """Group of all ranks for host tensors."""
         return self.whole.host_group()
 
 
 def layouts_by_cp(layout: Layout, *, dynamic: bool) -> Mapping[int | None, Layout]:
-    """Return a layout for each number of ranks of cp that may share a batch, ``Batch.cp``; None: all of them."""
+    """Layout for each number of ranks of cp that may share a batch, ``Batch.cp``; None: all of them."""
     cp = layout.size("cp")
     smaller = block_sizes(cp)[:-1] if dynamic else ()
     return {None: layout, cp: layout, **{size: BlockLayout(layout, size) for size in smaller}}

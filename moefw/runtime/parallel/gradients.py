@@ -83,7 +83,7 @@ class Gradients:
                 all_reduce_flat(_local(family.parameters), group_of_holders)
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole gradient, fp64, the same on every rank."""
+        """Norm of the whole gradient, fp64, the same on every rank."""
         # Each copy of an element adds its share, so the sum over all ranks counts the element once.
         weighted = [_squares(_local(family.parameters)) / family.copies for family in self.families]
         square = torch.stack(weighted).sum()
@@ -109,12 +109,12 @@ def _widen(parameter: nn.Parameter) -> None:
 
 
 def split_axis(pieces: Sequence[Canonical]) -> str | None:
-    """Return the axis that a parameter is split over; None if it is not split."""
+    """Axis that a parameter is split over; None if it is not split."""
     return next((piece.shard.axis for piece in pieces if piece.shard is not None), None)
 
 
 def copied_over(side: Side, axis: str | None) -> tuple[str, ...]:
-    """Return the axes whose ranks hold copies of a parameter that is split over ``axis``, with different tokens.
+    """Axes whose ranks hold copies of a parameter that is split over ``axis``, with different tokens.
 
     tp holds copies of dense parameters that it does not split: each rank applies them to its part of the tokens.
     """

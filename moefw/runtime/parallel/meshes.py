@@ -33,11 +33,11 @@ class Mesh:
         return frozenset(axis for axis, _ in self.places)
 
     def size(self, *axes: str) -> int:
-        """Return the product of the sizes of ``axes``, or of all axes if none is given."""
+        """Product of the sizes of ``axes``, or of all axes if none is given."""
         return math.prod(size for axis, size in self.places if not axes or axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the position of a rank on each axis."""
+        """Position of a rank on each axis."""
         position: dict[str, int] = {}
         stride = self.size()
         for axis, size in self.places:
@@ -47,7 +47,7 @@ class Mesh:
         return position
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only on ``axes``, in ascending order."""
+        """Ranks that differ from ``rank`` only on ``axes``, in ascending order."""
         ranks = [0]
         stride = self.size()
         for axis, size in self.places:
@@ -92,12 +92,12 @@ class MeshPlan(LayoutPlan):
         return dense | experts
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
-        """Return a rank's position on every axis of both meshes."""
+        """A rank's position on every axis of both meshes."""
         self._check_rank(rank)
         return self.experts.coordinates(rank) | self.dense.coordinates(rank)
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only on ``axes``, all of one mesh, in ascending order."""
+        """Ranks that differ from ``rank`` only on ``axes``, all of one mesh, in ascending order."""
         self._check_rank(rank)
         for mesh in (self.dense, self.experts):
             if mesh.axes.issuperset(axes):
@@ -105,7 +105,7 @@ class MeshPlan(LayoutPlan):
         raise ValueError(f"axes {tuple(axes)} are not axes of one mesh: {DENSE} or {EXPERT}")
 
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks that hold the same parameters of a mesh as ``rank``, a row for each set that shards them."""
+        """Ranks that hold the same parameters of a mesh as ``rank``, a row for each set that shards them."""
         ranks = self.group(rank, COPIES[side])
         num_shards = self.shards[side]
         return tuple(ranks[first : first + num_shards] for first in range(0, len(ranks), num_shards))

@@ -29,7 +29,7 @@ class OpenedLayout(Layout):
         self._host: ProcessGroup | None = None
 
     def open(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
-        """Return the process group of ``ranks``, or None if it is this rank alone. Collective over ``ranks``."""
+        """Process group of ``ranks``, or None if it is this rank alone. Collective over ``ranks``."""
         if len(ranks) == 1:
             return None
         if ranks not in self._opened:
@@ -41,13 +41,13 @@ class OpenedLayout(Layout):
         return self._opened[ranks]
 
     def host_group(self) -> ProcessGroup | None:
-        """Return a gloo group of all ranks, independent of the backend of the devices."""
+        """Gloo group of all ranks, independent of the backend of the devices."""
         if self._host is None and self.plan.world > 1:
             self._host = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return self._host
 
 
 def open_by(plugin: LayoutPlugin, plan: LayoutPlan, device: str) -> Layout:
-    """Return ``plan``, opened by its plugin on this rank of an initialised world."""
+    """``plan``, opened by its plugin on this rank of an initialised world."""
     layout = plugin.build(plan, device)
     return OpenedLayout(plan, device, plugin.ranks_per_node) if layout is None else layout

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def is_shared_out(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether ``tensor`` is sharded, so that this rank may store only a piece."""
+    """Whether ``tensor`` is sharded, so that this rank may store only a piece."""
     return hasattr(tensor, "placements")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the piece that this rank stores of a tensor that may be sharded."""
+    """Piece that this rank stores of a tensor that may be sharded."""
     if not is_shared_out(tensor):
         return tensor
     own = tensor.to_local()
@@ -30,7 +30,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that may be sharded. Collective over its ranks."""
+    """Whole of a tensor that may be sharded. Collective over its ranks."""
     return tensor.full_tensor() if is_shared_out(tensor) else tensor
 
 
@@ -46,7 +46,7 @@ def all_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def stored(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return the piece of ``values``, which have the shape of the whole tensor, that this rank stores."""
+    """Piece of ``values``, which have the shape of the whole tensor, that this rank stores."""
     if not is_shared_out(tensor):
         return values
     for dim, placement in enumerate(tensor.placements):
@@ -59,7 +59,7 @@ def stored(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return ``values``, for the piece of ``tensor`` that this rank stores, as a tensor with the same sharding.
+    """``values``, for the piece of ``tensor`` that this rank stores, as a tensor with the same sharding.
 
     The values are not copied, and may be on another device.
     """
@@ -74,5 +74,5 @@ def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def even_dim(shape: Sequence[int], count: int) -> int:
-    """Return the first dimension that ``count`` divides, so that all shards are equal; 0 if there is none."""
+    """First dimension that ``count`` divides, so that all shards are equal; 0 if there is none."""
     return next((dim for dim, size in enumerate(shape) if size % count == 0), 0)

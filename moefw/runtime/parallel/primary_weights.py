@@ -60,7 +60,7 @@ class Master(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], WeightCodec]:
-        """Return the tensors that this rank sends: codes and scales of its shard, in a step quantized once."""
+        """Tensors that this rank sends: codes and scales of its shard, in a step quantized once."""
         if self.of_step is None:
             return self.codec.encode(self.stored), self.codec
         if not self.of_step:
@@ -76,7 +76,7 @@ class Master(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the weight as a view of the gathered tensors; from the second time on, None: ``out`` is the view."""
+        """Weight as a view of the gathered tensors; from the second time on, None: ``out`` is the view."""
         if out is not None:
             return None
         return GatheredWeight(all_gather_outputs, metadata.rows), ()
@@ -121,30 +121,30 @@ class GatheredWeight(Tensor):
 
 
 def _wrapper(cls: type[Any], shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Any:
-    """Return an fp32 tensor of a subclass that has no memory of its own."""
+    """Fp32 tensor of a subclass that has no memory of its own."""
     return Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, dtype=torch.float32, device=like.device, requires_grad=False
     )
 
 
 def _alias(weight: GatheredWeight) -> GatheredWeight:
-    """Return another tensor of the same codes and scales."""
+    """Another tensor of the same codes and scales."""
     return GatheredWeight(weight.parts, weight.rows)
 
 
 def _strided(weight: GatheredWeight, size: Sequence[int], stride: Sequence[int], start: int | None = None) -> Any:
-    """Return the weight if ``size`` and ``stride`` are its own, as FSDP2 requests them; else None."""
+    """Weight if ``size`` and ``stride`` are its own, as FSDP2 requests them; else None."""
     is_whole = tuple(size) == weight.shape and tuple(stride) == weight.stride() and not start
     return _alias(weight) if is_whole else None
 
 
 def _zeros(weight: GatheredWeight, **options: Any) -> Tensor:
-    """Return the zero gradient of a weight that does not affect the loss."""
+    """Zero gradient of a weight that does not affect the loss."""
     return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 def _cut(weight: GatheredWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    """Return a range of rows of a matrix; None if they are not whole blocks."""
+    """Range of rows of a matrix; None if they are not whole blocks."""
     begin, stop, _ = slice(start, end).indices(weight.shape[0])
     is_cut_in_rows = weight.ndim == 2 and dim == 0 and step == 1
     if not is_cut_in_rows or begin % weight.rows or stop % weight.rows:
@@ -155,7 +155,7 @@ def _cut(weight: GatheredWeight, dim: int = 0, start: int | None = None, end: in
 
 
 def _join(weights: Sequence[Any], dim: int = 0) -> Any:
-    """Return the concatenation of matrices along rows; None if they are not whole blocks."""
+    """Concatenation of matrices along rows; None if they are not whole blocks."""
     if dim or not all(isinstance(weight, GatheredWeight) for weight in weights):
         return None
     rows_of_block = {weight.rows for weight in weights}

@@ -34,31 +34,31 @@ class SequenceCut:
         self.unit = pieces_of(self.size)
 
     def pieces(self, rank: int) -> tuple[int, int]:
-        """Return the numbers of the pieces that a rank of cp holds, of ``unit`` pieces."""
+        """Numbers of the pieces that a rank of cp holds, of ``unit`` pieces."""
         return rank, self.unit - 1 - rank
 
     def own(self, whole: Tensor, dim: int = 1, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return this rank's positions of whole sequences, which lie along ``dim``: one, or those of a pack."""
+        """This rank's positions of whole sequences, which lie along ``dim``: one, or those of a pack."""
         if self.size == 1:
             return whole
         return torch.cat(self._pieces(whole, dim, self.index, lengths), dim)
 
     def by_rank(self, whole: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return the positions of whole sequences along ``dim`` rank by rank."""
+        """Positions of whole sequences along ``dim`` rank by rank."""
         ranks = range(self.size)
         return torch.cat([piece for rank in ranks for piece in self._pieces(whole, dim, rank, lengths)], dim)
 
     def _pieces(self, whole: Tensor, dim: int, rank: int, lengths: Sequence[int] | None) -> list[Tensor]:
-        """Return the pieces of a rank, sequence by sequence."""
+        """Pieces of a rank, sequence by sequence."""
         sequences = whole.split(lengths, dim) if lengths else (whole,)
         return [sequence.chunk(self.unit, dim)[number] for sequence in sequences for number in self.pieces(rank)]
 
     def places(self, length: int, device: torch.device, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return where this rank's positions are in a row of ``length``: int64."""
+        """Where this rank's positions are in a row of ``length``: int64."""
         return self.own(torch.arange(length, device=device), 0, lengths)
 
     def whole(self, by_rank: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return the positions of all ranks along ``dim``, given rank by rank, in the order of the sequences."""
+        """Positions of all ranks along ``dim``, given rank by rank, in the order of the sequences."""
         lengths = lengths or (by_rank.shape[dim],)
         sizes: list[int] = []
         keys: list[tuple[int, int]] = []
@@ -72,14 +72,14 @@ class SequenceCut:
         return torch.cat([pieces[key] for key in sorted(pieces)], dim)
 
     def gather(self, own_BSD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return the positions of whole sequences, ``(B, S, D)``, from each rank's part. Collective over cp."""
+        """Positions of whole sequences, ``(B, S, D)``, from each rank's part. Collective over cp."""
         if self.size == 1:
             return own_BSD
         (by_rank,) = finish(gather([own_BSD.transpose(0, 1)], self.group))
         return self.whole(by_rank, 0, lengths).transpose(0, 1)
 
     def part(self, batch: Batch) -> Batch:
-        """Return the batch of this rank's positions, from one of whole sequences. Documents stay whole."""
+        """Batch of this rank's positions, from one of whole sequences. Documents stay whole."""
         if self.size == 1:
             return batch
         lengths = batch.lengths

@@ -74,11 +74,11 @@ class Sharding:
         return module
 
     def root(self, model: M, apart: Set[nn.Parameter]) -> M:
-        """Return ``model`` with all parameters outside units as one more unit."""
+        """``model`` with all parameters outside units as one more unit."""
         return self.unit(model, "dense", apart=apart)
 
     def _open(self, side: Side) -> DeviceMesh | None:
-        """Return the mesh (copies, shard), whose dimensions are named after their groups.
+        """Mesh (copies, shard), whose dimensions are named after their groups.
 
         torch treats meshes with equal ranks and names as equal, and reuses cached data of one for the other, even if
         its world has ended and another one has begun.

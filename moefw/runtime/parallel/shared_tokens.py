@@ -26,12 +26,12 @@ ALONE: Final[TokenGroups] = {None: None}
 
 
 def token_groups(context: BuildContext) -> TokenGroups:
-    """Return the groups of the ranks that share a micro-batch, of the layer's layout."""
+    """Groups of the ranks that share a micro-batch, of the layer's layout."""
     return {cp: layout.group("cp", "tp") for cp, layout in context.layouts.items()}
 
 
 def index_in_micro_batch(batch: Batch, num_tokens: int, group: ProcessGroup | None) -> Tensor:
-    """Return where in the micro-batch each of this rank's ``num_tokens`` tokens is: ``(T)`` int64, below N."""
+    """Where in the micro-batch each of this rank's ``num_tokens`` tokens is: ``(T)`` int64, below N."""
     rows = len(batch.ids_BS)
     if group is None or not rows:
         return torch.arange(num_tokens, device=batch.ids_BS.device)
@@ -41,7 +41,7 @@ def index_in_micro_batch(batch: Batch, num_tokens: int, group: ProcessGroup | No
 
 
 def run_length(batch: Batch, num_tokens: int) -> int:
-    """Return a number that divides where each run of neighbouring tokens begins and ends, on every rank.
+    """Number that divides where each run of neighbouring tokens begins and ends, on every rank.
 
     ``num_tokens`` are this rank's. With cp, a sequence is cut into pieces; with tp, a rank's pieces are cut again. Not
     for packs.
@@ -66,11 +66,11 @@ class WholeMicroBatch:
             self._order_N = by_rank_N.argsort(stable=True)
 
     def of(self, own: Tensor) -> Tensor:
-        """Return the values of all tokens, from those of this rank's."""
+        """Values of all tokens, from those of this rank's."""
         return own if self._group is None else _gathered(own.detach(), self._group)[self._order_N]
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return the values of this rank's tokens, from those of all."""
+        """Values of this rank's tokens, from those of all."""
         if self._group is None:
             return whole
         by_rank = torch.empty_like(whole)
@@ -79,7 +79,7 @@ class WholeMicroBatch:
 
 
 def _gathered(own: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, in order of rank."""
+    """Rows of all ranks, in order of rank."""
     whole = own.new_empty(len(own) * group.size(), *own.shape[1:])
     all_gather(whole, own.contiguous(), group=group)
     return whole

@@ -26,15 +26,15 @@ class TensorParallel:
         self.group = layout.group("tp")
 
     def shard(self, dim: int) -> Shard | None:
-        """Return the part of a tensor that this rank holds if it is split along ``dim``; None: all of it."""
+        """Part of a tensor that this rank holds if it is split along ``dim``; None: all of it."""
         return Shard(dim, self.index, self.size, "tp") if self.size > 1 else None
 
     def gather(self, x_tD: Tensor) -> Tensor:
-        """Return the tokens of all ranks, ``(T, D)``, from each rank's part."""
+        """Tokens of all ranks, ``(T, D)``, from each rank's part."""
         (x_TD,) = finish(gather([x_tD], self.group))
         return x_TD
 
     def reduce(self, partial_TD: Tensor) -> Tensor:
-        """Return this rank's part of the tokens, summed over the partial results of all ranks."""
+        """This rank's part of the tokens, summed over the partial results of all ranks."""
         (x_tD,) = finish(reduce([partial_TD], self.group))
         return x_tD

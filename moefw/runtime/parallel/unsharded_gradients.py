@@ -73,7 +73,7 @@ def added_up_unsharded(
 
 
 def accumulators(model: nn.Module) -> Mapping[nn.Parameter, UnshardedGradient]:
-    """Return where the gradients of the gathered parameters of a model are added up."""
+    """Where the gradients of the gathered parameters of a model are added up."""
     return dict(_accumulators(model))
 
 

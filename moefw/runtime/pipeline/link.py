@@ -48,14 +48,14 @@ class Link:
         return len(self.stages) == 1
 
     def steps(self, micro_batches: int) -> Sequence[Step]:
-        """Return what this rank does in a step of so many micro-batches."""
+        """Passes and transfers of this rank, in order, in a step of so many micro-batches."""
         if micro_batches not in self._steps:
             listed = with_transfers(self._order(micro_batches), self.rank_of.__getitem__, len(self.stages))
             self._steps[micro_batches] = listed[self.index]
         return self._steps[micro_batches]
 
     def leaves(self, stage: int, direction: Direction = "forward") -> bool:
-        """Return whether what a stage passes on leaves its rank."""
+        """Whether what a stage passes on leaves its rank."""
         return self.rank_of[next_stage(stage, direction)] != self.rank_of[stage]
 
     def send(self, stage: int, direction: Direction, tensors: Sequence[Tensor], *, number: int = 0) -> None:
@@ -101,7 +101,7 @@ class Link:
                 work.wait()
 
     def from_last(self, values: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return the fp32 ``values`` of the last stage on every rank of pp. Collective over pp.
+        """Fp32 ``values`` of the last stage on every rank of pp. Collective over pp.
 
         ``values``: those of a rank that has the last stage, None on all others. ``like`` is on the device of the rank.
         """
@@ -111,11 +111,11 @@ class Link:
 
 
 def next_stage(stage: int, direction: Direction) -> int:
-    """Return the stage that gets what ``stage`` passes on."""
+    """Stage that gets what ``stage`` passes on."""
     return stage + 1 if direction == "forward" else stage - 1
 
 
 def _tag(stage: int, direction: Direction, number: int, index: int) -> int:
-    """Return a tag that no other transfer under way has: of the tensor ``index`` that a stage passes on."""
+    """Tag that no other transfer under way has: of the tensor ``index`` that a stage passes on."""
     direction_number = 1 if direction == "backward" else 0
     return ((number * 1024 + stage) * 2 + direction_number) * 64 + index

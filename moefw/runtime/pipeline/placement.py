@@ -19,7 +19,7 @@ _TOKEN: Final = re.compile(r"\s*(?:([EtmL|(),])|\*\s*(\d+))")
 
 
 def place(pipeline: PipelinePlugin, ranks: int, *, layers: int, further: int) -> Stages:
-    """Return the stages of ``layers`` layers, and of ``further`` ones behind that predict further tokens.
+    """Stages of ``layers`` layers, and of ``further`` ones behind that predict further tokens.
 
     Without a pipeline (``ranks`` 1), all are one stage. Raises PlanError if they do not fill the stages.
     """
@@ -41,7 +41,7 @@ def place(pipeline: PipelinePlugin, ranks: int, *, layers: int, further: int) ->
 
 
 def _evenly(count: int, layers: int, further: int) -> list[int]:
-    """Return the number of layers of each stage. Larger ones lie in the middle: the ends also embed and predict.
+    """Number of layers of each stage. Larger ones lie in the middle: the ends also embed and predict.
 
     All ``further`` layers are in the last stage, which is larger than the others if it must be.
     """
@@ -63,7 +63,7 @@ def _evenly(count: int, layers: int, further: int) -> list[int]:
 
 
 def _as_written(layout: str, count: int, layers: int, further: int) -> list[int]:
-    """Return the number of layers of each stage of a layout."""
+    """Number of layers of each stage of a layout."""
     stages = "".join(_spelled(layout)).split("|")
     if len(stages) != count:
         problem = f"the layout {layout!r} has {len(stages)} stages, and there are {count}: chunks times pp."
@@ -80,7 +80,7 @@ def _as_written(layout: str, count: int, layers: int, further: int) -> list[int]
 
 
 def _short(pieces: str) -> str:
-    """Return pieces with repetitions counted, such as ``E t*4 L``."""
+    """Pieces with repetitions counted, such as ``E t*4 L``."""
     words = []
     for piece, repetitions in re.findall(r"(.)(\1*)", pieces):
         words.append(f"{piece}*{1 + len(repetitions)}" if repetitions else piece)
@@ -113,7 +113,7 @@ def _spelled(layout: str) -> Iterator[str]:
 
 
 def _tokens(layout: str) -> list[tuple[str, str]]:
-    """Return the tokens of a layout: a piece, a border or a bracket, or ``*`` with its number."""
+    """Tokens of a layout: a piece, a border or a bracket, or ``*`` with its number."""
     tokens: list[tuple[str, str]] = []
     position = 0
     while position < len(layout.rstrip()):
@@ -130,7 +130,7 @@ def _unread(layout: str, why: str) -> PlanError:
 
 
 def holders(stages: Sequence[Sequence[Stage]], held_by_stage: Sequence[bool]) -> tuple[int, ...]:
-    """Return the positions on pp that hold a piece of the model, if several do; else none.
+    """Positions on pp that hold a piece of the model, if several do; else none.
 
     ``stages``: those of each position. ``held_by_stage``: whether each stage holds the piece.
     """

@@ -99,7 +99,7 @@ class Player:
         return without_graph
 
     def _collected(self, key: Key) -> AbstractContextManager[None]:
-        """Return the context in which weight gradients are left to a pass of their own, if there is one."""
+        """Context in which weight gradients are left to a pass of their own, if there is one."""
         return self._wgrads[key].collected() if key in self._wgrads else nullcontext()
 
     def _backward(self, key: Key) -> None:

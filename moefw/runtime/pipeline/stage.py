@@ -53,6 +53,6 @@ class Pipelined(Protocol):
 
 
 def names_in_stages(own: Iterable[str], model: Any) -> set[str]:
-    """Return the names that ranks have in all stages of a model, given those of this rank. Collective over pp."""
+    """Names that ranks have in all stages of a model, given those of this rank. Collective over pp."""
     group = model.link.group if isinstance(model, Pipelined) else None
     return {name for names in everywhere(sorted(own), group) for name in names}

@@ -15,7 +15,7 @@ Timed = tuple[Any, Any, Action]
 
 
 def timeline(order: Sequence[Sequence[Action]], cost: Callable[[Action], Any]) -> list[list[Timed]]:
-    """Return when each rank runs its passes, in its order, each as soon as the tensors that it needs are there.
+    """When each rank runs its passes, in its order, each as soon as the tensors that it needs are there.
 
     ``cost`` is the duration of a pass; transfers take no time. Raises ContractError, with what every rank waits for, if
     the order cannot be played to its end.
@@ -45,13 +45,13 @@ def timeline(order: Sequence[Sequence[Action]], cost: Callable[[Action], Any]) -
 
 
 def idle_share(played: Sequence[Sequence[Timed]]) -> list[Any]:
-    """Return the share of the whole time, from 0 to the last end, that each rank idles."""
+    """Share of the whole time, from 0 to the last end, that each rank idles."""
     duration = max(actions[-1][1] for actions in played)
     return [1 - sum(end - start for start, end, _ in actions) / duration for actions in played]
 
 
 def most_in_flight(actions: Sequence[Action]) -> int:
-    """Return the largest number of forward passes of a rank whose backward has not ended, weight gradients included."""
+    """Largest number of forward passes of a rank whose backward has not ended, weight gradients included."""
     in_flight = 0
     most = 0
     for action in actions:
@@ -61,7 +61,7 @@ def most_in_flight(actions: Sequence[Action]) -> int:
 
 
 def made(action: Action) -> tuple[str, int, int]:
-    """Return kind, stage and micro-batch of what a pass makes.
+    """Kind, stage and micro-batch of what a pass makes.
 
     Both kinds of backward, ``B`` and ``I``, make the gradient of the stage's input, of kind ``I``.
     """

@@ -27,7 +27,7 @@ Step = Action | Receive
 def with_transfers(
     order: Sequence[Sequence[Action]], rank_of: Callable[[int], int], count: int
 ) -> tuple[tuple[Step, ...], ...]:
-    """Return each rank's passes, with the starts of its receives among them. It sends right behind a pass.
+    """Each rank's passes, with the starts of its receives among them. It sends right behind a pass.
 
     If all passes take equally long, a receiver begins when its sender does. ``count``: the number of stages. Raises
     PluginError if the lists wait for each other.
@@ -54,7 +54,7 @@ def with_transfers(
 
 
 def _receive_of_neighbour(action: Action) -> Receive | None:
-    """Return what the neighbouring stage begins to receive behind a pass. There may be no such stage."""
+    """Receive that the neighbouring stage begins behind a pass. There may be no such stage."""
     if action.kind == "W":
         return None
     if action.kind == "F":

@@ -60,7 +60,7 @@ class Measured:
         return sum(storage.nbytes for storage in self.saved)
 
     def by_region(self, layer: int | None = None) -> dict[str, int]:
-        """Return the bytes saved by region, weights apart; of one layer, or of the whole model."""
+        """Bytes saved by region, weights apart; of one layer, or of the whole model."""
         regions: Counter[str] = Counter()
         for storage in self.saved:
             if layer is None or storage.place.layer == layer:

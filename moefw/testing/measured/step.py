@@ -39,7 +39,7 @@ ENOUGH: Final = 2
 
 
 def measure(assembly: Assembly, *, rank: int = 0, micro_batches: int | None = None) -> Measured:
-    """Return the memory of ``rank`` of the assembly's world in a step, without the other ranks and without memory.
+    """Memory of ``rank`` of the assembly's world in a step, without the other ranks and without memory.
 
     All ranks do the same, and routing is even. ``micro_batches`` None: as many as the spec has, up to two. Raises
     ContractError if code reads an integer on the host that depends on values.
@@ -49,7 +49,7 @@ def measure(assembly: Assembly, *, rank: int = 0, micro_batches: int | None = No
 
 
 def measure_here(assembly: Assembly, *, micro_batches: int | None = None) -> Measured:
-    """Return the memory of this rank of the initialised world in a step, with values; routing is even. Collective.
+    """Memory of this rank of the initialised world in a step, with values; routing is even. Collective.
 
     A thread of gloo may keep a collective's tensors longer: measure several times, and take the minimum.
     """
@@ -185,7 +185,7 @@ class _Step:
         )
 
     def _at_peak(self) -> dict[str, int]:
-        """Return the bytes at the peak by kind: see ``Measured.peak_held``."""
+        """Bytes at the peak by kind: see ``Measured.peak_held``."""
         recorder = self.recorder
         saved = {life for lives in self.saved for life in lives}
         kinds: Counter[str] = Counter()

@@ -54,11 +54,11 @@ class AttentionSuite(Suite):
     policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}
 
     def on(self, **settings: Any) -> LayerCase:
-        """Return a layer case with the attention."""
+        """Layer case with the attention."""
         return self.layer_case(**{"dim": self.dim, **settings})
 
     def attention(self, **parts: Any) -> Any:
-        """Return the attention of one layer on one rank."""
+        """Attention of one layer on one rank."""
         attention, *_ = attention_of(self.on(parts=parts))
         assert isinstance(attention, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
         assert isinstance(attention, Attention), f"{self.plugin.name} builds something that is no moefw.Attention."
@@ -263,7 +263,7 @@ class AttentionSuite(Suite):
 
 
 def _by_formula(formula: Reference, attention: nn.Module, case: AttentionCase, dim: int) -> Results:
-    """Return outputs and gradients of the formula in fp64, applied to each document on its own."""
+    """Outputs and gradients of the formula in fp64, applied to each document on its own."""
     weights = weights_of(attention)
     x_BSD, probe_BSD = (tensor.double() for tensor in case.drawn(dim, torch.float32))
     x_BSD.requires_grad_()

@@ -44,13 +44,13 @@ class AttentionCase:
         return len(self.documents), positions
 
     def drawn(self, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return tokens, and the gradient of the output, both (B, S, D)."""
+        """Tokens, and the gradient of the output, both (B, S, D)."""
         generator = torch.Generator().manual_seed(self.seed)
         x_BSD, probe_BSD = torch.randn(2, *self.shape, dim, generator=generator).to(dtype)
         return x_BSD, probe_BSD
 
     def batch(self, tp: TensorParallel | None = None, keys_T: Tensor | None = None) -> Batch:
-        """Return the batch, with positions and documents unless both are the default."""
+        """Batch, with positions and documents unless both are the default."""
         ids = torch.zeros(self.shape, dtype=torch.int64)
         batch = Batch(ids_BS=ids, labels_BS=ids, part=None if tp is None else tp.shard(0), keys_T=keys_T)
         if self.stride == 1 and all(len(lengths) == 1 for lengths in self.documents):
@@ -68,7 +68,7 @@ class AttentionCase:
 
 
 def sequences(multiple: int = 1) -> st.SearchStrategy[AttentionCase]:
-    """Return a strategy for cases whose number of tokens is a multiple of ``multiple``."""
+    """Strategy for cases whose number of tokens is a multiple of ``multiple``."""
     return st.builds(
         AttentionCase,
         documents=st.builds(
@@ -82,13 +82,13 @@ def sequences(multiple: int = 1) -> st.SearchStrategy[AttentionCase]:
 
 
 def _filled(lengths: list[int], multiple: int) -> tuple[int, ...]:
-    """Return the lengths with the last one made longer, so that their sum is a multiple."""
+    """Lengths with the last one made longer, so that their sum is a multiple."""
     missing = -sum(lengths) % multiple
     return *lengths[:-1], lengths[-1] + missing
 
 
 def attention_of(layer_case: LayerCase) -> tuple[Any, Assembly, TensorParallel]:
-    """Return the attention of a layer case on this rank, initialised by name."""
+    """Attention of a layer case on this rank, initialised by name."""
     assembly = layer_case.resolve()
     layout = open_layout(assembly, "cpu")
     attention = ModelParts(assembly, layout, torch.device("cpu"), Shared()).attention(0)
@@ -114,7 +114,7 @@ class _Entered:
 
 
 def regions_of(layer_case: LayerCase) -> set[str]:
-    """Return the regions that a forward of the attention runs."""
+    """Regions that a forward of the attention runs."""
     assembly = layer_case.resolve()
     entered = _Entered()
     parts = ModelParts(assembly, open_layout(assembly, "cpu"), torch.device("cpu"), Shared(), watch=entered)
@@ -125,13 +125,13 @@ def regions_of(layer_case: LayerCase) -> set[str]:
 
 
 def computed(attention: Any, case: AttentionCase, dim: int, dtype: torch.dtype = torch.float32) -> Results:
-    """Return output and gradients of a whole attention on one rank."""
+    """Output and gradients of a whole attention on one rank."""
     x_BSD, probe_BSD = case.drawn(dim, dtype)
     return finished(attention, *begun(attention, case, x_BSD), probe_BSD)
 
 
 def begun(attention: Any, case: AttentionCase, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens, which require a gradient, and the output, both (B, S, D)."""
+    """Tokens, which require a gradient, and the output, both (B, S, D)."""
     batch = case.batch()
     x_BSD = x_BSD.clone().requires_grad_()
     out_TD = attention(x_BSD.flatten(0, 1), attention.tables(batch), batch)
@@ -139,7 +139,7 @@ def begun(attention: Any, case: AttentionCase, x_BSD: Tensor) -> tuple[Tensor, T
 
 
 def finished(attention: nn.Module, x_BSD: Tensor, out_BSD: Tensor, probe_BSD: Tensor) -> Results:
-    """Return output and gradients of what was begun."""
+    """Output and gradients of what was begun."""
     attention.zero_grad()
     (out_BSD * probe_BSD).sum().backward()
     grads = {piece.name: _grad(piece) for piece in canonical_parameters(attention)}
@@ -171,7 +171,7 @@ def extended(attention: Any, case: AttentionCase, dim: int, pieces: Sequence[int
 
 
 def attended(layer_case: LayerCase, case: AttentionCase) -> Results:
-    """Return output and gradient of all tokens, and this rank's share of each parameter's gradient, whole."""
+    """Output and gradient of all tokens, and this rank's share of each parameter's gradient, whole."""
     attention, assembly, tp = attention_of(layer_case)
     cut = SequenceCut(open_layout(assembly, "cpu"))
     x_BSD, probe_BSD = (cut.own(drawn) for drawn in case.drawn(layer_case.dim, torch.float32))
@@ -185,7 +185,7 @@ def attended(layer_case: LayerCase, case: AttentionCase) -> Results:
 
 
 def weights_of(attention: nn.Module) -> Mapping[str, Tensor]:
-    """Return the parameters by canonical name in fp64. They require gradients."""
+    """Parameters by canonical name in fp64. They require gradients."""
     pieces = canonical_parameters(attention)
     return {piece.name: piece.of(piece.parameter.detach()).double().requires_grad_() for piece in pieces}
 
@@ -199,7 +199,7 @@ def _zero(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _whole(piece: Canonical) -> Tensor:
-    """Return the whole gradient of a piece, zero where this rank has no part of it."""
+    """Whole gradient of a piece, zero where this rank has no part of it."""
     part = _grad(piece)
     if piece.shard is None:
         return part

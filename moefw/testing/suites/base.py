@@ -64,18 +64,18 @@ class Suite:
         return {"use": self.plugin.name, **self.options}
 
     def layer_case(self, **settings: Any) -> LayerCase:
-        """Return a layer case with the plugin; ``parts`` given here override those of the class."""
+        """Layer case with the plugin; ``parts`` given here override those of the class."""
         parts = {**self.parts, **settings.pop("parts", {}), self.section: self.chosen}
         return LayerCase(parts=parts, plugins=(self.plugin,), **settings)
 
     def offers(self, **settings: Any) -> Offers:
-        """Return the plugin's offers in such a layer case."""
+        """The plugin's offers in such a layer case."""
         assembly = self.layer_case(**settings).assemble()
         offered: Offers = getattr(assembly.parts, self.section).offers(assembly.site.at(0))
         return offered
 
     def promised(self, fact: str, **settings: Any) -> Any:
-        """Return the values that the plugin offers of a fact; skip the check if there are none."""
+        """Values that the plugin offers of a fact; skip the check if there are none."""
         value = self.offers(**settings).get(fact)
         if not value:
             pytest.skip(f"{self.plugin.name} does not offer {fact}")

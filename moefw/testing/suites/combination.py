@@ -38,13 +38,13 @@ class CombinationSuite(Suite):
         return next(section for section, hook in SECTIONS.items() if hook == self.plugin.hook)
 
     def fit(self) -> Fit:
-        """Return the variants to combine, and their fit. The plugin's own section contains only the plugin."""
+        """Variants to combine, and their fit. The plugin's own section contains only the plugin."""
         if "_fit" not in vars(type(self)):
             type(self)._fit = self._usable(self.parts)
         return type(self)._fit
 
     def _usable(self, fixed: Mapping[str, Any], staged: Mapping[str, Any] | None = None) -> Fit:
-        """Return the plugin and the variants beside it. ``staged``: the sizes of a model in pipeline stages."""
+        """Plugin and the variants beside it. ``staged``: the sizes of a model in pipeline stages."""
         options = [dict(self.options)] if self.options else None
         names = {"include": self.include, "exclude": self.exclude}
         try:

@@ -41,7 +41,7 @@ class ContextCase:
     seed: int = 0
 
     def drawn(self) -> tuple[list[Tensor], Mask, Tensor]:
-        """Return queries, keys, values and the sinks if there are any, the mask, and the gradient of the output."""
+        """Queries, keys, values and the sinks if there are any, the mask, and the gradient of the output."""
         draws = torch.Generator().manual_seed(self.seed)
         shapes: list[tuple[int, ...]] = [
             (2, self.heads, self.length, self.width),
@@ -126,7 +126,7 @@ class ContextParallelSuite(Suite):
 
 
 def opened(layer_case: LayerCase) -> tuple[ContextAttention, SequenceCut]:
-    """Return the part of this rank, and the cut of sequences."""
+    """Part of this rank, and the cut of sequences."""
     assembly = layer_case.resolve()
     layout = open_layout(assembly, "cpu")
     part = assembly.parts.context_parallel.build(bare_context(assembly, layout, torch.device("cpu"), Shared()))
@@ -136,20 +136,20 @@ def opened(layer_case: LayerCase) -> tuple[ContextAttention, SequenceCut]:
 
 
 def own(cut: SequenceCut, case: ContextCase) -> tuple[list[Tensor], Mask, Tensor]:
-    """Return this rank's positions of all tensors but the sinks, with gradients."""
+    """This rank's positions of all tensors but the sinks, with gradients."""
     tensors, mask, probe = case.drawn()
     mine = [cut.own(tensor, 2, mask.lengths) if tensor.dim() > 1 else tensor for tensor in tensors]
     return [tensor.clone().requires_grad_() for tensor in mine], mask, cut.own(probe, 2, mask.lengths)
 
 
 def begun(part: ContextAttention, tensors: list[Tensor], mask: Mask, case: ContextCase) -> Tensor:
-    """Return the output of this rank's queries."""
+    """Output of this rank's queries."""
     q, k, v, *sinks = tensors
     return part(q, k, v, mask, attend=attend, sinks_H=sinks[0] if sinks else None, scale=case.scale)
 
 
 def shared(layer_case: LayerCase, cases: tuple[ContextCase, ...]) -> list[list[Tensor]]:
-    """Return output and gradients of whole sequences, for each case, computed by all ranks."""
+    """Output and gradients of whole sequences, for each case, computed by all ranks."""
     part, cut = opened(layer_case)
     results = []
     for case in cases:
@@ -163,7 +163,7 @@ def shared(layer_case: LayerCase, cases: tuple[ContextCase, ...]) -> list[list[T
 
 
 def alone(case: ContextCase) -> list[Tensor]:
-    """Return output and gradients in fp64 on one rank."""
+    """Output and gradients in fp64 on one rank."""
     tensors, mask, probe = case.drawn()
     tensors = [tensor.double().requires_grad_() for tensor in tensors]
     q, k, v, *sinks = tensors
@@ -173,7 +173,7 @@ def alone(case: ContextCase) -> list[Tensor]:
 
 
 def interleaved(layer_case: LayerCase, cases: tuple[ContextCase, ...]) -> str:
-    """Return the first tensor that differs between two calls in flight together and each alone; empty if none does."""
+    """First tensor that differs between two calls in flight together and each alone; empty if none does."""
     part, cut = opened(layer_case)
 
     def run(together: bool) -> list[list[Tensor]]:
@@ -196,21 +196,21 @@ def interleaved(layer_case: LayerCase, cases: tuple[ContextCase, ...]) -> str:
 
 
 def saved_bytes(layer_case: LayerCase, case: ContextCase) -> int:
-    """Return the bytes that a call saves for backward."""
+    """Bytes that a call saves for backward."""
     part, cut = opened(layer_case)
     tensors, mask, _ = own(cut, case)
     return _saved(lambda: begun(part, tensors, mask, case))
 
 
 def saved_alone(case: ContextCase) -> int:
-    """Return the bytes that attention on one rank saves for backward."""
+    """Bytes that attention on one rank saves for backward."""
     tensors, mask, _ = case.drawn()
     q, k, v = (tensor.requires_grad_() for tensor in tensors)
     return _saved(lambda: attend(q, k, v, mask)[0])
 
 
 def _saved(run: Callable[[], Any]) -> int:
-    """Return the bytes of the storages that a function saves for backward."""
+    """Bytes of the storages that a function saves for backward."""
     held: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def _saved(run: Callable[[], Any]) -> int:
 
 
 def _whole(cut: SequenceCut, own_BHSd: Tensor, case: ContextCase) -> Tensor:
-    """Return the tensor of all positions. The cut gathers ``(B, S, ...)``, in the order of positions. Collective."""
+    """Tensor of all positions. The cut gathers ``(B, S, ...)``, in the order of positions. Collective."""
     whole_BSD = cut.gather(own_BHSd.transpose(1, 2).flatten(2), case.lengths)
     return whole_BSD.view(*whole_BSD.shape[:2], own_BHSd.shape[1], -1).transpose(1, 2)
 

@@ -28,7 +28,7 @@ SHOWN: Final = 8
 
 
 def form(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Return which tensor has a dtype or shape that differs from the contract."""
+    """Which tensor has a dtype or shape that differs from the contract."""
     for rank, moved in enumerate(ranks):
         x_TD = case.x(rank)
         num_rows = len(moved.rows_RD)
@@ -50,7 +50,7 @@ def form(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def groups(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Return where counts and group ends are not those of the routing."""
+    """Where counts and group ends are not those of the routing."""
     for rank, moved in enumerate(ranks):
         counts = [len(rows) for rows in case.arrivals(rank)]
         sizes = list(case.sizes(rank))
@@ -82,7 +82,7 @@ def _due(case: DispatchCase, rank: int, moved: Moved) -> Iterator[tuple[int, Seq
 
 
 def order(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Return which rows are not in order (expert, source rank, token), or are not bit for bit the tokens."""
+    """Which rows are not in order (expert, source rank, token), or are not bit for bit the tokens."""
     sent = [case.x(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
         for expert, rows, begin, _ in _due(case, rank, moved):
@@ -105,7 +105,7 @@ def order(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def _origin(row_D: Tensor, sent: Sequence[Tensor], expert: int) -> tuple[int, int, int] | None:
-    """Return the expert, source rank and token of a row, the first that has its values; None if no token has."""
+    """Expert, source rank and token of a row, the first that has its values; None if no token has."""
     for source, x_TD in enumerate(sent):
         for token in (x_TD == row_D).all(1).nonzero().flatten().tolist():
             return expert, source, token
@@ -118,7 +118,7 @@ def _few(rows: Sequence[object]) -> str:
 
 
 def weights(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Return which row does not carry the routing weight of its choice, bit for bit."""
+    """Which row does not carry the routing weight of its choice, bit for bit."""
     sent = [case.weights(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
         for expert, rows, begin, _ in _due(case, rank, moved):
@@ -133,7 +133,7 @@ def weights(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def padding(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Return where rows that pad a group are not zero with weight zero."""
+    """Where rows that pad a group are not zero with weight zero."""
     for rank, moved in enumerate(ranks):
         for expert, rows, begin, end in _due(case, rank, moved):
             pad = slice(begin + len(rows), end)
@@ -144,7 +144,7 @@ def padding(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def output(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Return which token's output is not the sum of its experts' outputs."""
+    """Which token's output is not the sum of its experts' outputs."""
     for rank, moved in enumerate(ranks):
         x_TD = case.x(rank).double()
         gain_TK = case.gains(rank) * case.weights(rank).double()
@@ -159,7 +159,7 @@ def output(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Return which gradient is wrong, among those that exist."""
+    """Which gradient is wrong, among those that exist."""
     for rank, moved in enumerate(ranks):
         x_TD = case.x(rank).double()
         probe_TD = case.probe(rank).double()
@@ -194,7 +194,7 @@ def gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def row_gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Return which row's gradient is not bit for bit that of its token's output."""
+    """Which row's gradient is not bit for bit that of its token's output."""
     probes = [case.probe(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
         if moved.grad_rows_RD is None:
@@ -208,7 +208,7 @@ def row_gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def presence(case: DispatchCase, ranks: Sequence[Moved], *, wants: str) -> str | None:
-    """Return which wanted gradient is missing."""
+    """Which wanted gradient is missing."""
     for rank, moved in enumerate(ranks):
         for letter, name, grad in (
             ("x", "the tokens", moved.grad_x_TD),
@@ -223,7 +223,7 @@ def presence(case: DispatchCase, ranks: Sequence[Moved], *, wants: str) -> str |
 
 
 def spoiled(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Return which input was changed in place."""
+    """Which input was changed in place."""
     for rank, moved in enumerate(ranks):
         if moved.spoiled:
             return f"rank {rank}: {moved.spoiled[0]}, handed over by the caller, was changed in place"
@@ -231,7 +231,7 @@ def spoiled(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def _first_error(case: DispatchCase, got: Tensor, expected: Tensor, size: Tensor, eps: float) -> tuple[int, str] | None:
-    """Return the first token whose value is off by more than rounding, and both values.
+    """First token whose value is off by more than rounding, and both values.
 
     ``size``: the sum of the magnitudes of the terms that add up to a value. Each addition rounds by ``eps`` of it at
     most.
@@ -252,7 +252,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def _stack(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the tensors along a new axis; none of them if there are none, which torch.stack refuses."""
+    """Tensors along a new axis; none of them if there are none, which torch.stack refuses."""
     return torch.stack(list(tensors)) if tensors else like.new_empty(0, *like.shape[1:])
 
 
@@ -261,7 +261,7 @@ def _nan(tensor: Tensor) -> str:
 
 
 def different(named: Pairs, *, exact: bool = True, ordered: bool = True) -> str | None:
-    """Return the first tensor that differs between two movements: in a bit, or beyond rounding if not ``exact``.
+    """First tensor that differs between two movements: in a bit, or beyond rounding if not ``exact``.
 
     Not ``ordered``: the rows of an expert may come in different orders.
     """
@@ -288,7 +288,7 @@ def different(named: Pairs, *, exact: bool = True, ordered: bool = True) -> str 
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors differ by no more than sums of some tens of terms in another order."""
+    """Whether two tensors differ by no more than sums of some tens of terms in another order."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     scale = max(1.0, a.abs().max().item()) if a.numel() else 1.0

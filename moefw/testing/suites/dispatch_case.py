@@ -78,25 +78,25 @@ class DispatchCase:
         return torch.finfo(DTYPES[self.dtype]).eps
 
     def experts(self, rank: int) -> range:
-        """Return the numbers of a rank's experts, of which it may hold only a part."""
+        """Numbers of a rank's experts, of which it may hold only a part."""
         local_experts = self.num_experts // self.ep
         first = rank // self.etp * local_experts
         return range(first, first + local_experts)
 
     def part(self, rank: int) -> float:
-        """Return the factor of a rank's part of its experts; the factors of all parts add up to 1."""
+        """Factor of a rank's part of its experts; the factors of all parts add up to 1."""
         return (2 * (rank % self.etp) + 1) / self.etp**2
 
     def x(self, rank: int) -> Tensor:
-        """Return a rank's tokens, (T, D)."""
+        """A rank's tokens, (T, D)."""
         return self._values(rank, "x")
 
     def probe(self, rank: int) -> Tensor:
-        """Return the probe that a rank's output is multiplied with, (T, D)."""
+        """Probe that a rank's output is multiplied with, (T, D)."""
         return self._values(rank, "probe")
 
     def _values(self, rank: int, what: str) -> Tensor:
-        """Return random values (T, D) for ``x`` or ``probe``, integers if ``whole``."""
+        """Random values (T, D) for ``x`` or ``probe``, integers if ``whole``."""
         generator = _generator(self.seed, rank, 1 if what == "x" else 2)
         shape = (self.tokens[rank], self.dim)
         if self.whole:
@@ -109,11 +109,11 @@ class DispatchCase:
         return values.to(DTYPES[self.dtype])
 
     def ids(self, rank: int) -> Tensor:
-        """Return a rank's choices, int64 (T, K): different experts for each token, -1 where dropped."""
+        """A rank's choices, int64 (T, K): different experts for each token, -1 where dropped."""
         return _ids(self, rank).clone()
 
     def weights(self, rank: int) -> Tensor:
-        """Return a rank's routing weights, fp32 (T, K): of either sign, and some 0 although the token is sent."""
+        """A rank's routing weights, fp32 (T, K): of either sign, and some 0 although the token is sent."""
         generator = _generator(self.seed, rank, 4)
         ids_TK = self.ids(rank)
         if self.whole:
@@ -123,18 +123,18 @@ class DispatchCase:
         return weights_TK.masked_fill(ids_TK < 0, 0.0)
 
     def capacity(self, rank: int) -> int | None:
-        """Return the capacity that a rank states, if any: at least its largest number of rows for one expert."""
+        """Capacity that a rank states, if any: at least its largest number of rows for one expert."""
         if not self.padded:
             return None
         return int(self.counts(rank).max()) + rank % 2
 
     def counts(self, rank: int) -> Tensor:
-        """Return how often a rank chooses each expert, int64 (E)."""
+        """How often a rank chooses each expert, int64 (E)."""
         ids_TK = self.ids(rank)
         return torch.bincount(ids_TK[ids_TK >= 0], minlength=self.num_experts)
 
     def routing(self, rank: int, *, counts_host: bool = False, num_rows: bool = False) -> Routing:
-        """Return a rank's routing as a router returns it, with what the host is to know."""
+        """A rank's routing as a router returns it, with what the host is to know."""
         return Routing(
             expert_ids_TK=self.ids(rank),
             weights_TK=self.weights(rank),
@@ -144,28 +144,28 @@ class DispatchCase:
         )
 
     def arrivals(self, rank: int) -> list[list[Row]]:
-        """Return the rows of each of a rank's experts, in order (source rank, token)."""
+        """Rows of each of a rank's experts, in order (source rank, token)."""
         return _arrivals(self, rank)
 
     def sizes(self, rank: int) -> tuple[int, ...]:
-        """Return the sizes of a rank's groups, padding included."""
+        """Sizes of a rank's groups, padding included."""
         capacity = sum(self.capacity(source) or 0 for source in range(self.world))
         sizes = [max(len(rows), capacity) for rows in self.arrivals(rank)]
         return tuple(-(-size // self.row_alignment) * self.row_alignment for size in sizes)
 
     def own(self, rank: int) -> Tensor:
-        """Return which choices go to an expert of the rank itself, bool (T, K)."""
+        """Which choices go to an expert of the rank itself, bool (T, K)."""
         ids_TK = self.ids(rank)
         return (ids_TK >= self.experts(rank).start) & (ids_TK < self.experts(rank).stop)
 
     def gains(self, rank: int) -> Tensor:
-        """Return the factor of each choice's expert, fp64 (T, K); 0 where dropped."""
+        """Factor of each choice's expert, fp64 (T, K); 0 where dropped."""
         return (self.ids(rank) + 1).double()
 
 
 @lru_cache(1024)
 def _ids(case: DispatchCase, rank: int) -> Tensor:
-    """Return a rank's choices (T, K), shared by all callers: the best of scores, which the skew moves."""
+    """A rank's choices (T, K), shared by all callers: the best of scores, which the skew moves."""
     generator = _generator(case.seed, 0 if case.equal else rank, 3)
     scores = torch.rand(case.tokens[rank], case.num_experts, generator=generator)
     own = slice(case.experts(rank).start, case.experts(rank).stop)
@@ -199,7 +199,7 @@ def _generator(seed: int, rank: int, stream: int) -> torch.Generator:
 
 
 def unequal(world: int, seed: int = 0) -> tuple[int, ...]:
-    """Return different numbers of tokens for the ranks, one of them 0 where there are three or more."""
+    """Different numbers of tokens for the ranks, one of them 0 where there are three or more."""
     if world == 1:
         return (7,)
     pattern = (5, 3, 0, 7, 2, 1, 4, 6)
@@ -207,7 +207,7 @@ def unequal(world: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def usual(world: int) -> list[DispatchCase]:
-    """Return the cases that every dispatcher is tested with, simplest first."""
+    """Cases that every dispatcher is tested with, simplest first."""
     tokens = unequal(world)
     lonely = (0,) * (world - 1) + (1,)
     many_tokens = tuple(37 + 8 * rank for rank in range(world))

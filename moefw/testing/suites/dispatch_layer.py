@@ -53,7 +53,7 @@ class Layer:
         return Rule(top_k=self.top_k, renormalise=False, capacity=self.capacity)
 
     def parts(self) -> dict[str, Any]:
-        """Return the sections of the spec other than the dispatcher's."""
+        """Sections of the spec other than the dispatcher's."""
         routing: dict[str, Any] = {"use": "topk", "score": "sigmoid", "renormalise": False}
         if self.capacity:
             routing["capacity"] = {"factor": self.capacity[0], "drop": self.capacity[1], "pad": self.pad}
@@ -72,7 +72,7 @@ class LayerChecks(DispatcherRunner):
     """Checks that the layer equals the dense oracle."""
 
     def layers(self, *, etp: bool = False, copies: bool = False, **settings: Any) -> list[Layer]:
-        """Return a layer of each world of the profile: over ep, with experts in halves, or with copies of experts."""
+        """Layer of each world of the profile: over ep, with experts in halves, or with copies of experts."""
         layers = []
         for world in self.profile.worlds:
             if (etp and world % 2) or (copies and world == 1):
@@ -128,7 +128,7 @@ class LayerChecks(DispatcherRunner):
                 fail(f"{self.plugin.name}: in a layer of {counted(world, 'rank')} {error}. With {layer}.")
 
     def _with_builtin(self, layer_case: LayerCase) -> LayerCase:
-        """Return the layer case with the default dispatcher. The oracle needs only its weights."""
+        """Layer case with the default dispatcher. The oracle needs only its weights."""
         parts = {name: part for name, part in layer_case.parts.items() if name != self.section}
         return LayerCase(**{**layer_case.__dict__, "parts": parts, "plugins": ()})
 

@@ -17,7 +17,7 @@ from moefw.testing.suites.watch import bits
 
 
 def as_they_came(case: DispatchCase, due: Sequence[Row], moved: Moved, start: int) -> list[Row]:
-    """Return the rows that are due to an expert in the order of those that came from ``start`` on.
+    """Rows that are due to an expert in the order of those that came from ``start`` on.
 
     A row is found by all that it carries, else by its values alone. Rows that did not come fill the places left.
     """
@@ -44,7 +44,7 @@ def as_they_came(case: DispatchCase, due: Sequence[Row], moved: Moved, start: in
 
 
 def in_one_order(moved: Moved) -> Moved:
-    """Return the movement with the valid rows of each expert sorted."""
+    """Movement with the valid rows of each expert sorted."""
     carried = _carried(moved)
     order = list(range(len(moved.rows_RD)))
     begin = 0
@@ -61,12 +61,12 @@ def in_one_order(moved: Moved) -> Moved:
 
 
 def equal_in_some_order(first_RD: Tensor, second_RD: Tensor) -> bool:
-    """Return whether two tensors have the same rows, bit for bit."""
+    """Whether two tensors have the same rows, bit for bit."""
     return sorted(map(bits, first_RD)) == sorted(map(bits, second_RD))
 
 
 def _carried(moved: Moved) -> list[Tensor]:
-    """Return the tensors that tell rows apart: the rows, their weights and, after a backward, their gradients."""
+    """Tensors that tell rows apart: the rows, their weights and, after a backward, their gradients."""
     grads = [] if moved.grad_rows_RD is None else [moved.grad_rows_RD]
     return [moved.rows_RD, moved.row_weights_R, *grads]
 

@@ -35,13 +35,13 @@ from moefw.testing.suites.dispatch_ranks import (
 
 
 def other_case(case: DispatchCase) -> DispatchCase:
-    """Return another micro-batch of the same layer: other numbers of tokens, other routing."""
+    """Another micro-batch of the same layer: other numbers of tokens, other routing."""
     tokens = case.tokens[1:] + case.tokens[:1] if len(set(case.tokens)) > 1 else tuple(n + 2 for n in case.tokens)
     return evolve(case, tokens=tokens, seed=case.seed + 101, skew="even")
 
 
 def two_at_once(group: Any, rank: int, case: DispatchCase, assembly: Assembly, order: str) -> list[Moved]:
-    """Return two movements on one dispatcher.
+    """Two movements on one dispatcher.
 
     ``order``: "in a row", or interleaved, with finish and backward "A first", "B first", or one backward "together".
     """
@@ -77,7 +77,7 @@ def two_at_once(group: Any, rank: int, case: DispatchCase, assembly: Assembly, o
 
 
 def in_phases(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
-    """Return a movement, and the same with a graph of its own for each start and finish."""
+    """Movement, and the same with a graph of its own for each start and finish."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as dispatcher:
         whole = there_and_back(dispatcher, case, rank, dropless=dropless)
@@ -99,7 +99,7 @@ def in_phases(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> 
 
 
 def handles(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
-    """Return pairs that must be equal: the first movement, and movements along reused handles."""
+    """Pairs that must be equal: the first movement, and movements along reused handles."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as dispatcher:
         first = there_and_back(dispatcher, case, rank, dropless=dropless)
@@ -125,7 +125,7 @@ def handles(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> di
 
 
 def same_places(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
-    """Return a dispatch, and the redispatch of the same along its handle."""
+    """Dispatch, and the redispatch of the same along its handle."""
     with opened(group, case, assembly) as dispatcher:
         plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
         batch, handle = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
@@ -135,7 +135,7 @@ def same_places(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -
 
 
 def redispatched(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
-    """Return a dispatch of twice the tokens and weights, and a redispatch of the same."""
+    """Dispatch of twice the tokens and weights, and a redispatch of the same."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as dispatcher:
         doubled: dict[str, Any] = {"x_TD": 2 * case.x(rank), "weights_TK": 2 * case.weights(rank)}
@@ -148,7 +148,7 @@ def redispatched(group: Any, rank: int, case: DispatchCase, assembly: Assembly) 
 def side_by_side(
     group: Any, rank: int, case: DispatchCase, assembly: Assembly, second: DispatchCase, other: LayerCase
 ) -> list[tuple[Moved, Moved]]:
-    """Return the movements of two dispatchers: each alone, and interleaved with the other."""
+    """Movements of two dispatchers: each alone, and interleaved with the other."""
     alone = []
     second_assembly = other.assemble()
     for each, of_layer in ((case, assembly), (second, second_assembly)):
@@ -178,7 +178,7 @@ def side_by_side(
 
 
 def after_failures(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
-    """Return a movement before and after others that were given up: after dispatch, after plan, before backward."""
+    """Movement before and after others that were given up: after dispatch, after plan, before backward."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as dispatcher:
         other = other_case(case)
@@ -201,7 +201,7 @@ def after_failures(group: Any, rank: int, case: DispatchCase, assembly: Assembly
 
 
 def reopened(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
-    """Return a movement, and one of a dispatcher built after the first was closed three times."""
+    """Movement, and one of a dispatcher built after the first was closed three times."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as dispatcher:
         first = there_and_back(dispatcher, case, rank, dropless=dropless)
@@ -212,7 +212,7 @@ def reopened(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> t
 
 
 def odd_inputs(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, tuple[Moved, Moved]]:
-    """Return movements of contiguous tensors, and of equal views."""
+    """Movements of contiguous tensors, and of equal views."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as dispatcher:
         plain = there_and_back(dispatcher, case, rank, dropless=dropless)
@@ -244,7 +244,7 @@ def odd_inputs(group: Any, rank: int, case: DispatchCase, assembly: Assembly) ->
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    """Return an equal matrix that is stored by columns."""
+    """Equal matrix that is stored by columns."""
     return tensor.t().contiguous().t()
 
 
@@ -257,7 +257,7 @@ def _with_ids(routing: Routing, ids_TK: Tensor) -> Routing:
 
 
 def without_gradients(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved, list[str]]:
-    """Return a movement with gradients, one without, and the latter's faults: saved tensors, required gradients."""
+    """Movement with gradients, one without, and the latter's faults: saved tensors, required gradients."""
     dropless = settled_case(assembly)
     saved: list[str] = []
     with opened(group, case, assembly) as dispatcher:
@@ -280,7 +280,7 @@ def without_gradients(group: Any, rank: int, case: DispatchCase, assembly: Assem
 
 
 def known_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly, how: str) -> tuple[Moved, Moved]:
-    """Return a movement planned by exchange, and one with counts on the host: given to plan, or in the routing."""
+    """Movement planned by exchange, and one with counts on the host: given to plan, or in the routing."""
     dropless = settled_case(assembly)
     counts = [case.counts(source).tolist() for source in range(case.world)]
     with opened(group, case, assembly) as dispatcher:
@@ -292,7 +292,7 @@ def known_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly, 
 
 
 def unasked_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
-    """Return a movement with counts on the host, and one in a layer where no part asks for them there."""
+    """Movement with counts on the host, and one in a layer where no part asks for them there."""
     dropless = settled_case(assembly)
     layers = {n: evolve(layer, facts={**layer.facts, "counts": "device"}) for n, layer in assembly.layers.items()}
     with opened(group, case, assembly) as dispatcher:
@@ -303,7 +303,7 @@ def unasked_counts(group: Any, rank: int, case: DispatchCase, assembly: Assembly
 
 
 def permuted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Tensor, Tensor]:
-    """Return the output of permuted tokens, and the permuted output."""
+    """Output of permuted tokens, and the permuted output."""
     dropless = settled_case(assembly)
     order = torch.randperm(case.tokens[rank], generator=torch.Generator().manual_seed(rank))
     with opened(group, case, assembly) as dispatcher:
@@ -323,7 +323,7 @@ def permuted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> t
 def live_tensors(
     group: Any, rank: int, case: DispatchCase, assembly: Assembly, cases: Sequence[DispatchCase]
 ) -> list[int]:
-    """Return the number of live tensors after each of four rounds of movements; rank 0 counts for all threads."""
+    """Number of live tensors after each of four rounds of movements; rank 0 counts for all threads."""
     counts: list[int] = []
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as dispatcher:
@@ -339,7 +339,7 @@ def live_tensors(
 
 
 def _settled_tensors(before: int | None) -> int:
-    """Return the number of live tensors; for a second, wait for gloo's threads to release more than ``before``."""
+    """Number of live tensors; for a second, wait for gloo's threads to release more than ``before``."""
     deadline = time.monotonic() + 1.0
     while True:
         gc.collect()

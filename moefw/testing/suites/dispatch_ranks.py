@@ -42,7 +42,7 @@ class Moved:
     """Inputs, of x and w, that require gradients in the backward; empty without a backward."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by its name in fault messages, without the undefined rows at the end."""
+        """Every tensor by its name in fault messages, without the undefined rows at the end."""
         end = int(self.offsets_e[-1]) if len(self.offsets_e) else 0
         named = {
             "the rows": self.rows_RD[:end],
@@ -70,12 +70,12 @@ def opened(group: Any, case: DispatchCase, assembly: Assembly) -> Iterator[Dispa
 
 
 def settled_case(assembly: Assembly) -> bool:
-    """Return whether the dispatcher offers only a static budget of rows, which the cases do not fit."""
+    """Whether the dispatcher offers only a static budget of rows, which the cases do not fit."""
     return tuple(assembly.parts.dispatch.offers(assembly.site).get("rows", ())) == ("static",)
 
 
 def experts(batch: ExpertBatch, case: DispatchCase, rank: int, *, padding: float = 0.0) -> Tensor:
-    """Return this rank's part of its experts' outputs: (expert number + 1) * weight * row.
+    """This rank's part of its experts' outputs: (expert number + 1) * weight * row.
 
     The outputs of padding rows, and of rows past the last group, are ``padding``.
     """
@@ -181,7 +181,7 @@ def note_gradients(moved: Moved, x_TD: Tensor, weights_TK: Tensor, *, wants: str
 
 
 def seen(batch: ExpertBatch, out_TD: Tensor) -> Moved:
-    """Return a movement's tensors, without gradients."""
+    """A movement's tensors, without gradients."""
     return Moved(
         rows_RD=batch.rows_RD.detach().clone(),
         row_weights_R=batch.row_weights_R.detach().clone(),
@@ -194,13 +194,13 @@ def seen(batch: ExpertBatch, out_TD: Tensor) -> Moved:
 
 
 def moved(group: Any, rank: int, case: DispatchCase, assembly: Assembly, **how: Any) -> Moved:
-    """Return one movement on a new dispatcher."""
+    """One movement on a new dispatcher."""
     with opened(group, case, assembly) as dispatcher:
         return there_and_back(dispatcher, case, rank, dropless=settled_case(assembly), **how)
 
 
 def moved_twice(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:
-    """Return two equal movements on one dispatcher, with another movement between them."""
+    """Two equal movements on one dispatcher, with another movement between them."""
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as dispatcher:
         first = there_and_back(dispatcher, case, rank, dropless=dropless)
@@ -215,7 +215,7 @@ def _sizes(case: DispatchCase) -> dict[str, Any]:
 
 
 def identity(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> Tensor:
-    """Return the output of combine for the unchanged rows from dispatch."""
+    """Output of combine for the unchanged rows from dispatch."""
     with opened(group, case, assembly) as dispatcher:
         plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
         batch, handle = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
@@ -226,7 +226,7 @@ def identity(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> T
 
 
 def odd_values(case: DispatchCase, rank: int) -> Tensor:
-    """Return tokens with NaN, infinities, minus zero, denormal and large values."""
+    """Tokens with NaN, infinities, minus zero, denormal and large values."""
     x_TD = case.x(rank)
     odd = (float("nan"), float("inf"), -float("inf"), -0.0, torch.finfo(x_TD.dtype).tiny / 2, 1e30)
     for place, value in enumerate(odd):
@@ -235,7 +235,7 @@ def odd_values(case: DispatchCase, rank: int) -> Tensor:
 
 
 def any_bits(case: DispatchCase, rank: int, columns: int) -> Tensor:
-    """Return rows of keys, bf16 (T, columns), of random bits, with NaN patterns, infinities and denormals."""
+    """Rows of keys, bf16 (T, columns), of random bits, with NaN patterns, infinities and denormals."""
     shape = (case.tokens[rank], columns)
     generator = torch.Generator().manual_seed(case.seed * 100 + rank)
     bits_TD = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
@@ -248,7 +248,7 @@ def any_bits(case: DispatchCase, rank: int, columns: int) -> Tensor:
 def key_rows(
     group: Any, rank: int, case: DispatchCase, assembly: Assembly
 ) -> tuple[Tensor, list[tuple[int, int] | None], int]:
-    """Return redispatched rows of :func:`any_bits` up to the last group's end, and their number of columns.
+    """Redispatched rows of :func:`any_bits` up to the last group's end, and their number of columns.
 
     Between them: the (source rank, token) of each dispatched row, None for padding. Weights are token numbers.
     """
@@ -268,7 +268,7 @@ def key_rows(
 
 
 def odd_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> Tensor:
-    """Return the dispatched rows of :func:`odd_values` up to the last group's end."""
+    """Dispatched rows of :func:`odd_values` up to the last group's end."""
     with opened(group, case, assembly) as dispatcher:
         plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
         batch, _ = dispatcher.dispatch(odd_values(case, rank), case.weights(rank), plan)

@@ -29,11 +29,11 @@ class Event:
     dtype: str = ""
 
     def __str__(self) -> str:
-        """Return the collective's name in fault messages."""
+        """The collective's name in fault messages."""
         return f"{self.kind} of {self.dtype.removeprefix('torch.')} {list(self.shape)}"
 
     def alike(self) -> tuple[Any, ...]:
-        """Return the fields that must be equal on every rank."""
+        """Fields that must be equal on every rank."""
         shape = self.shape[1:] if self.kind in UNEVEN else self.shape
         return self.kind, shape, self.dtype
 
@@ -55,11 +55,11 @@ class Recording(Collectives):
         self._returned: dict[int, _Watched] = {}
 
     def launches(self) -> list[Event]:
-        """Return the launches so far."""
+        """Launches so far."""
         return [event for event in self.events if event.what == "launch"]
 
     def under_way(self) -> int:
-        """Return the number of collectives that were launched and not waited for."""
+        """Number of collectives that were launched and not waited for."""
         return len(self.launches()) - len([event for event in self.events if event.what == "wait"])
 
     def launch(self, collective: Collective) -> Any:
@@ -137,7 +137,7 @@ class _Watched(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it was waited for."""
+        """Whether it was waited for."""
         return self._done
 
 

@@ -21,11 +21,11 @@ class RowChecks(DispatcherRunner):
     """Checks of rows and gradients, over worlds, skews, empty ranks, drops, alignments, dtypes and layouts."""
 
     def cases(self) -> list[DispatchCase]:
-        """Return the usual cases of every world of the profile."""
+        """Usual cases of every world of the profile."""
         return [case for world in self.profile.worlds for case in usual(world)]
 
     def some(self, **settings: Any) -> list[DispatchCase]:
-        """Return one case of each world, and one with experts in parts for worlds of 2 and 4."""
+        """One case of each world, and one with experts in parts for worlds of 2 and 4."""
         cases = [DispatchCase(tokens=unequal(world), dropped=0.2, top_k=3, seed=7) for world in self.profile.worlds]
         cases += [evolve(case, etp=2, seed=8) for case in cases if case.world in (2, 4)]
         return [evolve(case, **settings) for case in cases]

@@ -77,7 +77,7 @@ class DispatcherRunner(Suite):
         return value
 
     def layer_case_of(self, case: DispatchCase) -> LayerCase:
-        """Return the layer case with the dispatcher for a dispatch case."""
+        """Layer case with the dispatcher for a dispatch case."""
         parts = {
             "parallel": {"experts": {"ep": case.ep, "etp": case.etp}, "ranks_per_node": case.ranks_per_node},
             "routing": {"use": "topk", "score": "sigmoid"},
@@ -93,7 +93,7 @@ class DispatcherRunner(Suite):
         )
 
     def assembly_of(self, case: DispatchCase) -> Assembly:
-        """Return the assembly of a case. Raises RefusedError if the plugin, or a part that does not fit, refuses it."""
+        """Assembly of a case. Raises RefusedError if the plugin, or a part that does not fit, refuses it."""
         sizes = (case.num_experts, case.top_k, case.dim, case.row_alignment)
         key = ("assembly", case.world, case.etp, case.ranks_per_node, *sizes)
 
@@ -135,7 +135,7 @@ class DispatcherRunner(Suite):
         return bool(self._once("threads", probe))
 
     def offers(self, **settings: Any) -> Offers:
-        """Return the plugin's offers in the first world that it accepts; skip the check if it accepts none."""
+        """The plugin's offers in the first world that it accepts; skip the check if it accepts none."""
         if settings:
             return super().offers(**settings)
 
@@ -169,11 +169,11 @@ class DispatcherRunner(Suite):
         return self.repeats and self.ordered
 
     def different(self, pairs: assertions.Pairs) -> str | None:
-        """Return the first tensor that differs between movements that must be equal."""
+        """First tensor that differs between movements that must be equal."""
         return assertions.different(pairs, exact=self.exact, ordered=self.ordered)
 
     def ranks(self, function: Callable[..., Any], case: DispatchCase, **how: Any) -> list[Any]:
-        """Return ``function(group, rank, case, assembly, **how)`` of every rank. Raises RefusedError, FaultError."""
+        """``function(group, rank, case, assembly, **how)`` of every rank. Raises RefusedError, FaultError."""
         assembly = self.assembly_of(case)
         try:
             if self.on_threads:
@@ -209,7 +209,7 @@ class DispatcherRunner(Suite):
             raise
 
     def moved(self, case: DispatchCase) -> list[Moved]:
-        """Return each rank's results of a case; run once for all checks."""
+        """Each rank's results of a case; run once for all checks."""
         results: list[Moved] = self._once(("moved", case), lambda: self.ranks(moved, case))
         return results
 
@@ -238,7 +238,7 @@ class DispatcherRunner(Suite):
             pytest.skip(f"{self.plugin.name} refuses: {why}")
 
     def fault(self, case: DispatchCase, look: Callable[[DispatchCase], str | None]) -> str | None:
-        """Return the sentence of a fault that ``look`` finds or ranks raise, with its case."""
+        """Sentence of a fault that ``look`` finds or ranks raise, with its case."""
         case = evolve(case, ordered=self.ordered)
         try:
             fault = look(case)
@@ -247,7 +247,7 @@ class DispatcherRunner(Suite):
         return f"{fault}. With {case}." if fault else None
 
     def twice(self, case: DispatchCase) -> list[tuple[Moved, Moved]]:
-        """Return each rank's results of the first and the third movement on one dispatcher."""
+        """Each rank's results of the first and the third movement on one dispatcher."""
         pairs: list[tuple[Moved, Moved]] = self.ranks(moved_twice, case)
         return pairs
 
@@ -268,7 +268,7 @@ def _on_gloo(function: Callable[..., Any], layer_case: LayerCase, case: Dispatch
 
 
 def crash(error: BaseException) -> str:
-    """Return the sentence for an exception of a rank, with the last lines of its traceback."""
+    """Sentence for an exception of a rank, with the last lines of its traceback."""
     message = str(error)
     if isinstance(error, ContractError):
         if "different collectives" in message or "did not come to" in message:
@@ -286,7 +286,7 @@ def crash(error: BaseException) -> str:
 
 
 def _raised(message: str) -> str:
-    """Return the sentence for the first traceback that is not a consequence of another rank's end."""
+    """Sentence for the first traceback that is not a consequence of another rank's end."""
     blocks = re.split(r"^(?=rank \d+: )", message, flags=re.MULTILINE)
     failed = [block.rstrip() for block in blocks if "Traceback" in block]
     cause = next((block for block in failed if not any(words in block for words in GONE)), failed[0])

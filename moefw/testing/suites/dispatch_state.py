@@ -26,7 +26,7 @@ class StateChecks(RowChecks):
         self.each(cases, lambda case: self._unequal(self.ranks(function, case, **how), why))
 
     def _unequal(self, ranks: Sequence[Any], why: str) -> str | None:
-        """Return the first difference in what each rank returned: one pair of movements, a list of them, or by name."""
+        """First difference in what each rank returned: one pair of movements, a list of them, or by name."""
         for rank, pairs in enumerate(ranks):
             if isinstance(pairs, tuple):
                 named = {f"rank {rank}": pairs}

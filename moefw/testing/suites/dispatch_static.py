@@ -25,7 +25,7 @@ class Budgeted:
 
 
 def budgeted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[Budgeted]:
-    """Return the numbers of rows for each skew of the routing."""
+    """Numbers of rows for each skew of the routing."""
     by_skew = []
     with opened(group, case, assembly) as dispatcher:
         for seed, skew in enumerate(SKEWS):

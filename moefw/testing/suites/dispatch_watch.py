@@ -27,7 +27,7 @@ CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 
 
 def kept(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[str]:
-    """Return the names of what changed on the dispatcher, its classes and its module, from build to three movements."""
+    """Names of what changed on the dispatcher, its classes and its module, from build to three movements."""
     dropless = settled_case(assembly)
     changed: set[str] = set()
     with opened(group, case, assembly) as dispatcher:
@@ -47,7 +47,7 @@ def kept(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[
 
 
 def surroundings(*, alone: bool) -> dict[str, str]:
-    """Return settings of torch that a dispatcher must not change; ``alone``: also the state of its random numbers.
+    """Settings of torch that a dispatcher must not change; ``alone``: also the state of its random numbers.
 
     Threads of one process share that state, so it is looked at only where there is one rank.
     """
@@ -66,7 +66,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
 
 
 def snapshot(dispatcher: Dispatcher) -> dict[str, str]:
-    """Return the values that a dispatcher holds, by path: its attributes, and data of its classes and of its module."""
+    """Values that a dispatcher holds, by path: its attributes, and data of its classes and of its module."""
     values = dict(_values("self", dispatcher, DEPTH, set()))
     for kind in type(dispatcher).__mro__:
         if kind in Dispatcher.__mro__:
@@ -115,7 +115,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 def recorded(
     group: Any, rank: int, case: DispatchCase, assembly: Assembly, *, late: bool = False, slow: int | None = None
 ) -> tuple[Moved, list[Event], list[Event]]:
-    """Return a movement with the events of its collectives, and those whose input was overwritten.
+    """Movement with the events of its collectives, and those whose input was overwritten.
 
     ``late``: results arrive when they are waited for. ``slow``: the rank whose launches take 3 ms.
     """
@@ -143,7 +143,7 @@ class _Step(torch.autograd.Function):
 
 
 def under_way(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> dict[str, int]:
-    """Return how many collectives are under way after each start and finish, and in the backward of work between."""
+    """How many collectives are under way after each start and finish, and in the backward of work between."""
     counts: dict[str, int] = {}
     with Recording() as recording, opened(group, case, assembly) as dispatcher:
         x_TD = case.x(rank).requires_grad_()
@@ -171,7 +171,7 @@ def under_way(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> 
 
 
 def sent_again(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[list[Event], list[Event], int]:
-    """Return the collectives of a dispatch and of its repetition, and how often ``plan`` was called for the latter."""
+    """Collectives of a dispatch and of its repetition, and how often ``plan`` was called for the latter."""
     plans = 0
     with Recording() as recording, opened(group, case, assembly) as dispatcher:
         plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))

@@ -19,7 +19,7 @@ class WireChecks(DispatcherRunner):
     """Checks of every rank's collectives, recorded at PyTorch's operators."""
 
     def worlds(self, **settings: Any) -> list[DispatchCase]:
-        """Return cases on several ranks: unequal and empty ones, drops, experts in parts, one rank per node."""
+        """Cases on several ranks: unequal and empty ones, drops, experts in parts, one rank per node."""
         cases = []
         for world in self.profile.worlds:
             if world == 1:
@@ -100,12 +100,12 @@ class WireChecks(DispatcherRunner):
 
 
 def _collective_launches(events: list[Event]) -> list[Event]:
-    """Return the launches in which all ranks take part: no sends and no receives."""
+    """Launches in which all ranks take part: no sends and no receives."""
     return [event for event in events if event.what == "launch" and event.kind not in ("send", "recv")]
 
 
 def _unlike(first: list[Event], log: list[Event], rank: int) -> str | None:
-    """Return where the collectives of a rank are not those of rank 0."""
+    """Where the collectives of a rank are not those of rank 0."""
     for number, (a, b) in enumerate(zip(first, log)):
         if a.alike() != b.alike():
             return f"collective {number} is a {a} on rank 0 and a {b} on rank {rank}: the order differs between ranks"

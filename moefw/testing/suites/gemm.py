@@ -63,7 +63,7 @@ class Bench:
     layer_case: LayerCase
 
     def inputs(self, case: GemmCase, dim: int) -> tuple[ExpertBatch, Tensor]:
-        """Return rows, and the gradient of the output."""
+        """Rows, and the gradient of the output."""
         dtype = DTYPES.get(self.precision, torch.float32)
         return case.batch(dim, dtype, alignment=self.alignment), case.probe(dim, dtype, alignment=self.alignment)
 
@@ -81,18 +81,18 @@ class GemmSuite(Suite):
     policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}
 
     def on(self, precision: str = "", formula: Formula = PLAIN, **parts: Any) -> LayerCase:
-        """Return a layer case with a precision recipe (the first that fits), a formula and other parts."""
+        """Layer case with a precision recipe (the first that fits), a formula and other parts."""
         precision = precision or self._precisions()[0]
         return self.layer_case(parts={"precision": {"use": precision}, **parts}, **self.dims, **formula)
 
     def _formulas(self) -> list[Formula]:
-        """Return the formulas of experts to try: the plain one, and the one with all that the GEMM offers."""
+        """Formulas of experts to try: the plain one, and the one with all that the GEMM offers."""
         offered = {**silence("gemm"), **self.offers(**self.dims)}["formula"]
         everything = {"clamped": "clamped_swiglu" in offered, "biased_experts": "bias" in offered}
         return [PLAIN, everything] if any(everything.values()) else [PLAIN]
 
     def _precisions(self) -> list[str]:
-        """Return the recipes of ``rtol`` whose operands the GEMM takes."""
+        """Recipes of ``rtol`` whose operands the GEMM takes."""
         fitting = []
         for precision in self.rtol:
             try:
@@ -104,7 +104,7 @@ class GemmSuite(Suite):
         return fitting
 
     def bench(self, precision: str = "", formula: Formula = PLAIN, **parts: Any) -> Bench:
-        """Return the experts of a layer with a precision recipe (the first that fits), a formula and other parts."""
+        """Experts of a layer with a precision recipe (the first that fits), a formula and other parts."""
         precision = precision or self._precisions()[0]
         layer_case = self.on(precision, formula, **parts)
         experts, assembly = experts_of(layer_case)
@@ -113,7 +113,7 @@ class GemmSuite(Suite):
         return Bench(experts, row_alignment(assembly), precision, layer_case)
 
     def takes(self, kind: str) -> bool:
-        """Return whether the GEMM declares that it takes rows of a kind: ragged, padded or static."""
+        """Whether the GEMM declares that it takes rows of a kind: ragged, padded or static."""
         assembly = self.on().assemble()
         needs = [need for need in assembly.parts.gemm.needs(assembly.site.at(0)) if need.fact == "rows"]
         return all(kind in need.value for need in needs)
@@ -337,7 +337,7 @@ class GemmSuite(Suite):
                 assert size < if_kept, f"{says} for backward if recomputed, {if_kept} if kept. {fix}"
 
     def _counts(self, seed: int) -> tuple[int, ...]:
-        """Return numbers of rows of the experts, of which the first has none."""
+        """Numbers of rows of the experts, of which the first has none."""
         generator = torch.Generator().manual_seed(seed)
         return (0, *torch.randint(1, 6, (self.dims["num_experts"] - 1,), generator=generator).tolist())
 
@@ -345,7 +345,7 @@ class GemmSuite(Suite):
         return computed(bench.experts, *bench.inputs(case, self.dims["dim"]))
 
     def _split(self, world: int, mesh: Mapping[str, int], formula: Formula) -> LayerCase | None:
-        """Return the layer case with experts split over ``mesh``; None if the GEMM refuses."""
+        """Layer case with experts split over ``mesh``; None if the GEMM refuses."""
         settings = {**self.dims, **formula, "tokens": (1,) * world}
         parts = {"precision": {"use": self._precisions()[0]}, "parallel": {"experts": dict(mesh)}}
         layer_case = self.layer_case(parts=parts, **settings)
@@ -416,5 +416,5 @@ class GemmSuite(Suite):
 
 
 def _up_to(end: int, results: Results) -> Results:
-    """Return results with the rows up to ``end`` alone."""
+    """Results with the rows up to ``end`` alone."""
     return results | {key: results[key][:end] for key in ("out", "rows", "row_weights")}

@@ -38,18 +38,18 @@ class GemmCase:
     seed: int = 0
 
     def sizes(self, alignment: int) -> list[int]:
-        """Return the sizes of the groups, padding included."""
+        """Sizes of the groups, padding included."""
         padding = self.padding or (0,) * len(self.counts)
         return [-(-(count + more) // alignment) * alignment for count, more in zip(self.counts, padding, strict=True)]
 
     def valid(self, alignment: int) -> list[Tensor]:
-        """Return the indices of each expert's valid rows."""
+        """Indices of each expert's valid rows."""
         sizes = self.sizes(alignment)
         starts = [sum(sizes[:expert]) for expert in range(len(sizes))]
         return [torch.arange(start, start + count) for start, count in zip(starts, self.counts, strict=True)]
 
     def batch(self, dim: int, dtype: torch.dtype, *, alignment: int = 1, on_host: bool = True) -> ExpertBatch:
-        """Return the rows as a dispatcher returns them; undefined ones are NaN."""
+        """Rows as a dispatcher returns them; undefined ones are NaN."""
         sizes = self.sizes(alignment)
         generator = torch.Generator().manual_seed(self.seed)
         end = sum(sizes)
@@ -69,7 +69,7 @@ class GemmCase:
         )
 
     def probe(self, dim: int, dtype: torch.dtype, *, alignment: int = 1) -> Tensor:
-        """Return the gradient from combine: zero for padding, undefined (NaN) after the last group."""
+        """Gradient from combine: zero for padding, undefined (NaN) after the last group."""
         end = sum(self.sizes(alignment))
         probe_RD = torch.zeros(end + self.tail, dim)
         places = torch.cat(self.valid(alignment))
@@ -79,7 +79,7 @@ class GemmCase:
 
 
 def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.SearchStrategy[GemmCase]:
-    """Return a strategy for rows, with experts that have none, one or all of them."""
+    """Strategy for rows, with experts that have none, one or all of them."""
     some = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7]), min_size=experts, max_size=experts)
 
     def of_one_expert(chosen: int, count: int) -> list[int]:
@@ -97,21 +97,21 @@ def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.Search
 
 
 def computed(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
-    """Return the experts' output and all gradients by name; missing ones are zero."""
+    """Experts' output and all gradients by name; missing ones are zero."""
     (phase,) = drops((experts.__call__,))
     out_RD: Tensor = phase(batch)
     return {"out": out_RD.detach(), **backward(experts, batch, out_RD, probe_RD)}
 
 
 def backward(experts: Any, batch: ExpertBatch, out_RD: Tensor, probe_RD: Tensor) -> Results:
-    """Return all gradients by name; missing ones are zero."""
+    """All gradients by name; missing ones are zero."""
     variables = _variables(experts, batch)
     grads = torch.autograd.grad(out_RD, variables, probe_RD.to(out_RD.dtype), allow_unused=True)
     return _by_name(experts, variables, grads)
 
 
 def computed_late(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
-    """Return output and gradients, those of weights computed after those of the inputs."""
+    """Output and gradients, those of weights computed after those of the inputs."""
     later = Wgrads()
     variables = _variables(experts, batch)
     with later.collected():
@@ -125,7 +125,7 @@ def computed_late(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results
 
 
 def computed_in_step(experts: Any, inputs: Sequence[tuple[ExpertBatch, Tensor]]) -> Results:
-    """Return the sums of the parameters' gradients over batches that are the micro-batches of one step."""
+    """Sums of the parameters' gradients over batches that are the micro-batches of one step."""
     with shared_by_micro_batches(experts.parameters()):
         for batch, probe_RD in inputs:
             out_RD: Tensor = experts(batch)
@@ -139,12 +139,12 @@ def computed_in_step(experts: Any, inputs: Sequence[tuple[ExpertBatch, Tensor]])
 
 
 def _variables(experts: Any, batch: ExpertBatch) -> list[Tensor]:
-    """Return the tensors that get gradients: rows, their weights, and the parameters."""
+    """Tensors that get gradients: rows, their weights, and the parameters."""
     return [batch.rows_RD, batch.row_weights_R, *experts.parameters()]
 
 
 def _by_name(experts: Any, variables: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Results:
-    """Return the gradients of :func:`_variables` by name, those of parameters by canonical name."""
+    """Gradients of :func:`_variables` by name, those of parameters by canonical name."""
     pieces: list[Canonical] = list(experts.canonical())
     filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables, grads, strict=True)]
     by_parameter = {id(variable): grad for variable, grad in zip(variables, filled, strict=True)}
@@ -153,7 +153,7 @@ def _by_name(experts: Any, variables: Sequence[Tensor], grads: Sequence[Tensor |
 
 
 def _whole(piece: Canonical, part: Tensor) -> Tensor:
-    """Return the whole tensor of a piece, zero where this rank has no part of it."""
+    """Whole tensor of a piece, zero where this rank has no part of it."""
     if piece.shard is None:
         return part
     whole = part.new_zeros(piece.shard.whole(part.shape))
@@ -162,7 +162,7 @@ def _whole(piece: Canonical, part: Tensor) -> Tensor:
 
 
 def parameters_of(experts: Any) -> Results:
-    """Return a copy of each parameter by canonical name, zero where this rank has no part of it."""
+    """Copy of each parameter by canonical name, zero where this rank has no part of it."""
     return {piece.name: _whole(piece, piece.of(piece.parameter.detach())).clone() for piece in experts.canonical()}
 
 
@@ -174,7 +174,7 @@ def dense(
     alignment: int,
     clamp: tuple[float, float] | None = None,
 ) -> Results:
-    """Return the output of each valid row's expert times the row's weight in fp64, zero elsewhere, and its gradients.
+    """Output of each valid row's expert times the row's weight in fp64, zero elsewhere, and its gradients.
 
     See :func:`moefw.testing.oracle.expert_output`.
     """
@@ -193,7 +193,7 @@ def dense(
 
 
 def terms_of_row_weights(expected: Results, batch: ExpertBatch, probe_RD: Tensor) -> float:
-    """Return the size of the terms that add up to the gradient of a row's weight, as they may nearly cancel.
+    """Size of the terms that add up to the gradient of a row's weight, as they may nearly cancel.
 
     The gradient is the product of the probe with the row before it is weighted; by Cauchy and Schwarz, the product of
     their norms bounds it.
@@ -205,13 +205,13 @@ def terms_of_row_weights(expected: Results, batch: ExpertBatch, probe_RD: Tensor
 
 
 def _unweighted(out_RD: Tensor, batch: ExpertBatch) -> Tensor:
-    """Return the outputs of rows divided by the rows' weights; 0 where those are 0."""
+    """Outputs of rows divided by the rows' weights; 0 where those are 0."""
     weights_R1 = batch.row_weights_R.detach().double()[: len(out_RD)].unsqueeze(1)
     return torch.where(weights_R1 > 0, out_RD / weights_R1, 0.0)
 
 
 def shapes_of(experts: Iterable[int], dim: int, expert_dim: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of experts by canonical name."""
+    """Shapes of the parameters of experts by canonical name."""
     sizes = {"gate": (expert_dim, dim), "up": (expert_dim, dim), "down": (dim, expert_dim)}
     shapes: dict[str, tuple[int, ...]] = {}
     for expert, (part, size) in itertools.product(experts, sizes.items()):
@@ -280,7 +280,7 @@ def diagnosis(
     out_RD: Tensor,
     rtol: float,
 ) -> str:
-    """Return a possible cause of a wrong output; empty if none is known."""
+    """Possible cause of a wrong output; empty if none is known."""
     swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
     swapped = {}
     for name, weight in weights.items():
@@ -296,7 +296,7 @@ def diagnosis(
 
 
 def saved_bytes(experts: Any, batch: ExpertBatch) -> int:
-    """Return the bytes that a forward in a layer saves for backward, without parameters and input rows."""
+    """Bytes that a forward in a layer saves for backward, without parameters and input rows."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*experts.parameters(), batch.rows_RD)}
     sizes: dict[int, int] = {}
     alive = []  # else the address of a tensor that is freed might be that of a later one
@@ -314,5 +314,5 @@ def saved_bytes(experts: Any, batch: ExpertBatch) -> int:
 
 
 def differing(first: Results, second: Results) -> str:
-    """Return the names of the tensors that differ in a bit."""
+    """Names of the tensors that differ in a bit."""
     return ", ".join(key for key, value in first.items() if not same_bits(value, second[key]))

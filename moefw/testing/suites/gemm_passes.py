@@ -44,14 +44,14 @@ class NotingRecipe(Precision):
         """Widths of the inputs: a recipe that sees two serves two GEMMs."""
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
-        """Return a recipe of a GEMM, with the same counts."""
+        """Recipe of a GEMM, with the same counts."""
         recipe = copy(self)
         recipe._name = "" if groups is None else name
         recipe._widths = set()
         return recipe
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
-        """Return the tensor."""
+        """Tensor."""
         self.asked[role, during] += x.numel()
         if (role, during) == ("input", "fprop"):
             self._widths.add(x.shape[-1])
@@ -79,7 +79,7 @@ class Noting(PrecisionPlugin):
         return moefw.offers(operand=("fp32",), wire=("fp32",))
 
     def build(self, context: moefw.BuildContext) -> Precision:
-        """Return the recipe with its counts cleared."""
+        """Recipe with its counts cleared."""
         self.recipe.asked.clear()
         self.recipe.keyed.clear()
         self.recipe.shared.clear()
@@ -87,7 +87,7 @@ class Noting(PrecisionPlugin):
 
 
 def values_of_operands(rows: int, experts: int, dim: int, expert_dim: int) -> Asked:
-    """Return the number of values in each operand of the two GEMMs, if all experts have rows.
+    """Number of values in each operand of the two GEMMs, if all experts have rows.
 
     The first GEMM has gate and up side by side, ``dim`` to ``2 * expert_dim``; the second is ``expert_dim`` to ``dim``.
     """

@@ -41,14 +41,14 @@ class LayoutSuite(Suite):
     max_world: ClassVar[int] = 96
 
     def layout(self, options: Mapping[str, Any] | None = None) -> Any:
-        """Return the declaration with options, read as from a spec."""
+        """Declaration with options, read as from a spec."""
         problems: list[Problem] = []
         read = structure(self.plugin, {**self.options, **(options or {})}, (), Marks("suite"), problems)
         assert not problems, f"{self.plugin.name}: the options {options} do not read: {problems[0]}"
         return read
 
     def plans(self) -> st.SearchStrategy[LayoutPlan]:
-        """Return a strategy for plans of worlds small enough for brute force."""
+        """Strategy for plans of worlds small enough for brute force."""
         options = st.just({}) if self.drawn is None else self.drawn
 
         def arranged(drawn: tuple[Mapping[str, Any], int]) -> Any:
@@ -69,7 +69,7 @@ class LayoutSuite(Suite):
                     continue
 
     def _smallest(self, layout: Any) -> int:
-        """Return the smallest world that the layout arranges; more than ``max_world`` if it refuses to say."""
+        """Smallest world that the layout arranges; more than ``max_world`` if it refuses to say."""
         try:
             return int(layout.plan(None).world)
         except PlanError:
@@ -211,7 +211,7 @@ class LayoutSuite(Suite):
             yield from _subsets(mesh)
 
     def _plan(self, layout: Any, world: int) -> LayoutPlan | None:
-        """Return the plan of a world; None if it is refused by a PlanError with a message."""
+        """Plan of a world; None if it is refused by a PlanError with a message."""
         try:
             plan: LayoutPlan = layout.plan(world)
         except PlanError as error:

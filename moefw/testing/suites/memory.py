@@ -61,12 +61,12 @@ class MemorySuite(Suite):
         return {"use": self.plugin.name, "regions": list(self._offered()), **self.options}
 
     def layer_case(self, **settings: Any) -> LayerCase:
-        """Return a layer case with the plugin as its only policy."""
+        """Layer case with the plugin as its only policy."""
         parts = {**self.parts, **settings.pop("parts", {}), "memory": [self.chosen]}
         return LayerCase(parts=parts, plugins=(self.plugin,), **settings)
 
     def model(self, regions: Sequence[str], *, world: int | None = None) -> LayerCase:
-        """Return a layer case with a whole model on all ranks, with the given regions treated."""
+        """Layer case with a whole model on all ranks, with the given regions treated."""
         world = world or self.world
         parts = {"routing": JITTERY, "parallel": {"experts": {"ep": world}}, **self.parts}
         parts["memory"] = [self._treating(regions)] if regions else []
@@ -83,7 +83,7 @@ class MemorySuite(Suite):
         return {"use": self.plugin.name, **self.options, "regions": list(regions)}
 
     def _offered(self) -> Sequence[str]:
-        """Return the regions to treat, in order."""
+        """Regions to treat, in order."""
         if self.regions:
             return self.regions
         assembly = self.model((), world=1).assemble()
@@ -101,7 +101,7 @@ class MemorySuite(Suite):
         return regions
 
     def _repeats_movements(self, regions: Sequence[str]) -> bool:
-        """Return whether the policy has a ``wrap_movement`` of its own: that of the base cannot repeat a movement."""
+        """Whether the policy has a ``wrap_movement`` of its own: that of the base cannot repeat a movement."""
         return getattr(type(self._built(regions)), "wrap_movement", None) is not MemoryPolicy.wrap_movement
 
     def policy(self) -> Any:
@@ -112,7 +112,7 @@ class MemorySuite(Suite):
         return policy
 
     def _built(self, regions: Sequence[str]) -> Any:
-        """Return the policy for the first of the regions. It need not treat more to be looked at."""
+        """Policy for the first of the regions. It need not treat more to be looked at."""
         context, assembly = open_context(self.model(regions[:1], world=1))
         return assembly.parts.memory[0].build(context)
 
@@ -221,7 +221,7 @@ class MemorySuite(Suite):
         assert is_named, f"{name}: the refusal of a region that is not there does not name it ({error})."
 
     def _refusal(self, region: str) -> MoefwError | None:
-        """Return the error that refuses to treat a region; None if it is accepted."""
+        """Error that refuses to treat a region; None if it is accepted."""
         try:
             self.model((region,)).assemble()
         except MoefwError as error:
@@ -229,7 +229,7 @@ class MemorySuite(Suite):
         return None
 
     def _observe(self, regions: Sequence[str], *, in_flight: bool = False, language: float = 1.0) -> list[Observed]:
-        """Return every rank's results with the given regions treated; run once for all checks of the class."""
+        """Every rank's results with the given regions treated; run once for all checks of the class."""
         key = tuple(regions), in_flight, language
         if key not in self._runs:
             self._runs[key] = list(self.pool.run(observed, self.world, self.model(regions), in_flight, language))
@@ -254,11 +254,11 @@ class MemorySuite(Suite):
             assert not wrong, f"{where} {says} of {', '.join(sorted(wrong)[:3])}."
 
     def _agrees(self, name: str, got: Tensor, expected: Tensor) -> bool:
-        """Return whether a tensor of a region is right: a gradient within ``rtol``, any other bit for bit."""
+        """Whether a tensor of a region is right: a gradient within ``rtol``, any other bit for bit."""
         return self._near(got, expected) if name.startswith("the gradient") else same_bits(got, expected)
 
     def _near(self, got: Tensor, expected: Tensor, floor: float = 1e-30) -> bool:
-        """Return whether a gradient has the same bits or, if the plugin offers ``rtol``, is within it."""
+        """Whether a gradient has the same bits or, if the plugin offers ``rtol``, is within it."""
         if same_bits(got, expected):
             return True
         return self.rtol > 0.0 and worst_error(got, expected, floor=floor) <= self.rtol

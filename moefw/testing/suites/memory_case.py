@@ -84,7 +84,7 @@ def observed(layer_case: LayerCase, in_flight: bool, language: float) -> Observe
 
 
 def probe_region(policy: MemoryPolicy | None, region: str) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return a region's number of calls after forward and after backward, and all its inputs and outputs.
+    """A region's number of calls after forward and after backward, and all its inputs and outputs.
 
     The region takes positional arguments, one a structure, and keywords. It returns a structure. With policy None, it
     is not wrapped.
@@ -120,7 +120,7 @@ def probe_region(policy: MemoryPolicy | None, region: str) -> tuple[tuple[int, i
 
 
 def region_of(size: int, policy: MemoryPolicy | None, region: str) -> dict[str, Tensor]:
-    """Return the output and gradients of a region that saves its inputs, of ``size`` elements each."""
+    """Output and gradients of a region that saves its inputs, of ``size`` elements each."""
     generator = torch.Generator().manual_seed(0)
     x, scale, probe = (torch.randn(size, generator=generator) for _ in range(3))
 

@@ -33,7 +33,7 @@ class Closed(OptimizerPlugin):
     name: ClassVar[str] = "closed"
 
     def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
-        """Return plain gradient descent."""
+        """Plain gradient descent."""
         return torch.optim.SGD(parameters.values(), lr=lr)
 
 
@@ -48,12 +48,12 @@ class OptimizerMemorySuite(Suite):
     rtol: ClassVar[float | None] = 0.05
 
     def layer_case(self, **settings: Any) -> LayerCase:
-        """Return a layer case with the plugin as its only policy."""
+        """Layer case with the plugin as its only policy."""
         parts = {**self.parts, **settings.pop("parts", {}), "memory": [self.chosen]}
         return LayerCase(parts=parts, plugins=(self.plugin,), **settings)
 
     def model(self, memory: bool, *, world: int = 1, **parts: Any) -> LayerCase:
-        """Return a layer case with a whole model, its optimizer treated or not."""
+        """Layer case with a whole model, its optimizer treated or not."""
         chosen = {**self.parts, **parts, "memory": [self.chosen] if memory else []}
         return whole_model(world, parts=chosen, plugins=(self.plugin, Closed), sizes={"vocab_size": 64})
 
@@ -105,7 +105,7 @@ class OptimizerMemorySuite(Suite):
         assert is_named, f"{name}: the refusal of such an optimizer does not name the region ({error})."
 
     def _refusal(self, train: Mapping[str, Any]) -> MoefwError | None:
-        """Return the error that refuses the policy with a section ``train``; None if it is accepted."""
+        """Error that refuses the policy with a section ``train``; None if it is accepted."""
         try:
             self.model(True, train=train).assemble()
         except MoefwError as error:

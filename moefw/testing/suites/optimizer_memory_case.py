@@ -68,7 +68,7 @@ def rested(layer_case: LayerCase, steps: int) -> Rested:
 
 
 def _joined(piece: Canonical, value: Tensor, layout: Layout) -> Tensor:
-    """Return a piece of a parameter or of a state, whole. Collective if ranks have parts of it."""
+    """Piece of a parameter or of a state, whole. Collective if ranks have parts of it."""
     tensor = piece.of(value).clone()
     if piece.shard is None:
         return tensor

@@ -22,7 +22,7 @@ ROWS: Final[Mapping[tuple[Role, Pass], int]] = {
 
 
 def with_outlier(x: Tensor, axis: int) -> Tensor:
-    """Return ``x`` divided by ``OUTLIER``, except in its third row (``axis`` -2) or column (-1)."""
+    """``x`` divided by ``OUTLIER``, except in its third row (``axis`` -2) or column (-1)."""
     largest = x.narrow(axis, 2, 1).clone()
     x = x / OUTLIER
     x.narrow(axis, 2, 1).copy_(largest)
@@ -30,7 +30,7 @@ def with_outlier(x: Tensor, axis: int) -> Tensor:
 
 
 def error_by_row(got: Tensor, expected: Tensor, axis: int) -> float:
-    """Return the largest error of a row (``axis`` -2) or column (-1), as a share of the largest right value in it."""
+    """Largest error of a row (``axis`` -2) or column (-1), as a share of the largest right value in it."""
     other_axis = -1 if axis == -2 else -2
     error = (got.detach().double() - expected.double()).abs().amax(other_axis)
     return (error / expected.double().abs().amax(other_axis)).max().item()

@@ -167,19 +167,19 @@ class PipelineSuite(Suite):
             assert not missing, f"{case} no rank has {missing[0]}."
 
     def _near(self, count: int, world: int) -> list[_Case]:
-        """Return the case of so many ranks whose number of micro-batches is nearest, if there is one."""
+        """Case of so many ranks whose number of micro-batches is nearest, if there is one."""
         accepted = [case for case in self._cases((world,)) if not case.problems()]
         return sorted(accepted, key=lambda case: abs(case.count - count))[:1]
 
     def _cases(self, ranks: Sequence[int] = ()) -> list[_Case]:
-        """Return the numbers to try, with a declaration whose options are read as from a spec."""
+        """Numbers to try, with a declaration whose options are read as from a spec."""
         problems: list[Problem] = []
         read = structure(self.plugin, dict(self.options), (), Marks("suite"), problems)
         assert not problems, f"{self.plugin.name}: the options {self.options} do not read: {problems[0]}"
         return [_Case(read, each, count) for each in ranks or self.ranks for count in self.micro_batches]
 
     def _accepted(self) -> list[_Case]:
-        """Return the cases that ``check_batches`` accepts, of which there must be one."""
+        """Cases that ``check_batches`` accepts, of which there must be one."""
         accepted = [case for case in self._cases() if not case.problems()]
         numbers = f"{tuple(self.micro_batches)} micro-batches on {tuple(self.ranks)} ranks"
         assert accepted, f"{self.plugin.name}: check_batches refuses all of {numbers}."
@@ -195,7 +195,7 @@ def _required_passes(case: _Case) -> Iterator[tuple[str, int, int]]:
 
 
 def _passes(order: Sequence[Sequence[Action]]) -> list[tuple[str, int, int]]:
-    """Return the passes of an order: forward or backward, stage, micro-batch. ``W`` is part of a backward."""
+    """Passes of an order: forward or backward, stage, micro-batch. ``W`` is part of a backward."""
     words = {"F": "forward", "B": "backward", "I": "backward"}
     return [
         (words[action.kind], action.stage, action.micro_batch)
@@ -205,7 +205,7 @@ def _passes(order: Sequence[Sequence[Action]]) -> list[tuple[str, int, int]]:
 
 
 def _fails(case: _Case) -> str:
-    """Return why an order fails, in a sentence; empty if all passes run."""
+    """Why an order fails, in a sentence; empty if all passes run."""
     try:
         order = case.order()
         timeline(order, lambda _: 1)

@@ -29,7 +29,7 @@ class Stepped:
 def model_case(
     ranks: int, count: int, *, layers: int, parts: Mapping[str, Any], plugins: tuple[type[Plugin], ...]
 ) -> LayerCase:
-    """Return a case with ``layers``, one more that predicts a further token, and ``count`` micro-batches a step."""
+    """Case with ``layers``, one more that predicts a further token, and ``count`` micro-batches a step."""
     sizes = {"num_layers": layers, "mtp_layers": 1}
     parts = {**parts, "parallel": {"pp": ranks}}
     case = whole_model(ranks, parts=parts, plugins=plugins, micro_batch=1, sizes=sizes)
@@ -38,7 +38,7 @@ def model_case(
 
 
 def told(layer_case: LayerCase, ranks: int, count: int) -> Sequence[Sequence[Action]]:
-    """Return the order of ``count`` micro-batches on ``ranks`` as this rank is told it."""
+    """Order of ``count`` micro-batches on ``ranks`` as this rank is told it."""
     order: Sequence[Sequence[Action]] = layer_case.resolve().parts.pipeline.order(ranks, count)
     return order
 

@@ -46,7 +46,7 @@ class Operand:
     seed: int
 
     def tensor(self, block: int, dtype: torch.dtype) -> Tensor:
-        """Return the tensor, a leaf whose values span some powers of two."""
+        """Tensor, a leaf whose values span some powers of two."""
         leading = (self.experts,) if self.experts else ()
         shape = (*leading, self.rows, self.blocks * block)
         generator = torch.Generator().manual_seed(self.seed)
@@ -94,7 +94,7 @@ class PrecisionSuite(Suite):
         return {"num_experts": 4, "top_k": 2, "dim": self.block, "expert_dim": 2 * self.block}
 
     def recipe(self) -> Any:
-        """Return the recipe of one layer."""
+        """Recipe of one layer."""
         context, assembly = open_context(self._fitting())
         recipe = assembly.parts.precision.build(context)
         is_recipe = isinstance(recipe, Precision)
@@ -102,7 +102,7 @@ class PrecisionSuite(Suite):
         return recipe
 
     def _fitting(self, **settings: Any) -> LayerCase:
-        """Return a layer case with a GEMM that takes the operands."""
+        """Layer case with a GEMM that takes the operands."""
         refusals = []
         gemms = (self.parts["gemm"],) if "gemm" in self.parts else self.gemms
         for gemm in gemms:
@@ -117,7 +117,7 @@ class PrecisionSuite(Suite):
         raise AssertionError(says)
 
     def _offered(self, fact: str) -> Any:
-        """Return the value of a fact that the recipe offers; None if it offers none."""
+        """Value of a fact that the recipe offers; None if it offers none."""
         assembly = self._fitting().assemble()
         return assembly.parts.precision.offers(assembly.site.at(0)).get(fact)
 
@@ -206,7 +206,7 @@ class PrecisionSuite(Suite):
                 assert error <= 2 * allowed, f"{what} {error:.1e} of a row's largest value; {says}"
 
     def _error_of_wgrad(self, recipe: Any, outlier: Role) -> float:
-        """Return the error of a weight gradient. One factor has an outlier column, which makes a row or a column."""
+        """Error of a weight gradient. One factor has an outlier column, which makes a row or a column."""
         factors = {}
         for seed, role in enumerate(get_args(Role)):
             drawn = Operand(rows=128, blocks=1, experts=0, turned=False, role=role, during="wgrad", seed=seed)
@@ -391,28 +391,28 @@ class PrecisionSuite(Suite):
         yield from ((name, worst_error(got[name], grad, floor=floor)) for name, grad in truth.grads.items())
 
     def _native(self) -> torch.dtype | None:
-        """Return the offered dtype of operands; None if they are no plain tensors."""
+        """Offered dtype of operands; None if they are no plain tensors."""
         (operand, *others) = self._offered("operand") or ("",)
         return None if others else NATIVE.get(operand)
 
     def _dtypes_of_inputs(self, recipe: Any) -> Sequence[torch.dtype]:
-        """Return the dtypes of quantized tensors: of weights, and of the residual stream."""
+        """Dtypes of quantized tensors: of weights, and of the residual stream."""
         return tuple(dict.fromkeys((torch.float32, recipe.residual_dtype)))
 
     def _stated(self) -> float | None:
-        """Return the error that the suite sets, or else the plugin offers; None if neither does."""
+        """Error that the suite sets, or else the plugin offers; None if neither does."""
         if self.rtol is not None:
             return self.rtol
         offered: float | None = self._offered("rtol")
         return offered
 
     def _rtol(self) -> float:
-        """Return the error that is allowed: as stated, or that of a cast to the residual dtype."""
+        """Error that is allowed: as stated, or that of a cast to the residual dtype."""
         stated = self._stated()
         return RTOL.get(self.recipe().residual_dtype, 4e-2) if stated is None else stated
 
     def _quantize(self, recipe: Any, x: Tensor, drawn: Operand) -> Tensor:
-        """Return the operand of a drawn tensor. An exception fails the check, with the tensor that raises it."""
+        """Operand of a drawn tensor. An exception fails the check, with the tensor that raises it."""
         try:
             operand: Tensor = _of_a_gemm(recipe, drawn).quantize(x, role=drawn.role, during=drawn.during)
         except Exception as error:
@@ -422,12 +422,12 @@ class PrecisionSuite(Suite):
 
 
 def _of_a_gemm(recipe: Any, drawn: Operand) -> Any:
-    """Return the recipe for one GEMM that takes the operand, which may be the recipe itself."""
+    """Recipe for one GEMM that takes the operand, which may be the recipe itself."""
     return recipe.at("gemm", groups=max(1, drawn.experts))
 
 
 def _made_of(kept: SavedOperand) -> Any:
-    """Return the operand that backward makes of what was kept for it."""
+    """Operand that backward makes of what was kept for it."""
     return kept.operand(kept.tensors)
 
 
@@ -441,7 +441,7 @@ def _meters(recipe: Any) -> Iterator[str]:
 
 
 def _stands_alone(recipe: Any, drawn: Operand) -> bool:
-    """Return whether an operand must be close to its tensor by itself. Those of wgrad may be close only as a pair."""
+    """Whether an operand must be close to its tensor by itself. Those of wgrad may be close only as a pair."""
     return not (recipe.by_pass and drawn.during == "wgrad")
 
 

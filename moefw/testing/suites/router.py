@@ -45,7 +45,7 @@ class RouterSuite(Suite):
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 8, "top_k": 2, "dim": 16, "expert_dim": 16}
 
     def router(self, *, seed: int = 0) -> Any:
-        """Return a router with random parameters, in training mode."""
+        """Router with random parameters, in training mode."""
         context, assembly = open_context(self.layer_case(**self.dims))
         with torch.random.fork_rng():
             router = assembly.parts.routing.build(context)
@@ -55,7 +55,7 @@ class RouterSuite(Suite):
         return router
 
     def learned_router(self) -> Any:
-        """Return a router with state that was updated once."""
+        """Router with state that was updated once."""
         router = self.router()
         tokens = Tokens(sequences=4, positions=8, seed=7)
         router.update(summed([router(tokens.x(self.dims["dim"]), tokens.batch())]))
@@ -263,7 +263,7 @@ class RouterSuite(Suite):
         assert same, f"{self.plugin.name}: the weights of the same choices depend on {names}."
 
     def _with_state(self) -> Any:
-        """Return a router; skip the check if it has no state."""
+        """Router; skip the check if it has no state."""
         router = self.router()
         if not router.state_spec():
             pytest.skip(f"{self.plugin.name} has no state")
@@ -387,14 +387,14 @@ class RouterSuite(Suite):
             raise AssertionError(f"{self.plugin.name}: {fault}")
 
     def _partition(self, *, required: bool = True) -> Any:
-        """Return the set of tokens that the router looks at; if ``required``, skip sets larger than a sequence."""
+        """Set of tokens that the router looks at; if ``required``, skip sets larger than a sequence."""
         partition = self.layer_case(**self.dims).assemble().layers[0].facts.get("partition")
         if required and partition not in ("token", "sequence"):
             pytest.skip(f"{self.plugin.name} looks at one {partition}: what it computes depends on the split")
         return partition
 
     def _attached(self, router: nn.Module, x_TD: Tensor, batch: Batch, variable: Tensor) -> Tensor:
-        """Return the gradient of ``variable`` from a backward whose gradient of the weights is zero."""
+        """Gradient of ``variable`` from a backward whose gradient of the weights is zero."""
         weights_TK = router(x_TD, batch).weights_TK
         if not weights_TK.requires_grad:
             return torch.zeros_like(variable)

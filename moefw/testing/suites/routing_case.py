@@ -35,18 +35,18 @@ class Tokens:
         return self.sequences * self.positions
 
     def mask(self) -> Tensor | None:
-        """Return which tokens are valid, bool (B, S); None: all."""
+        """Which tokens are valid, bool (B, S); None: all."""
         if not self.masked:
             return None
         return (torch.arange(self.num_tokens).view(self.sequences, self.positions) + self.seed) % 3 >= self.masked
 
     def x(self, dim: int) -> Tensor:
-        """Return the tokens, ``(T, D)``; a leaf."""
+        """Tokens, ``(T, D)``; a leaf."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(self.num_tokens, dim, generator=generator).to(getattr(torch, self.dtype)).requires_grad_()
 
     def batch(self, **more: Any) -> Batch:
-        """Return the micro-batch as in training, but without ``loss_scale``, so without auxiliary losses."""
+        """Micro-batch as in training, but without ``loss_scale``, so without auxiliary losses."""
         ids_BS = torch.zeros(self.sequences, self.positions, dtype=torch.int64)
         seeds_B = torch.arange(self.sequences) + 1000 * self.seed
         return Batch(**{"ids_BS": ids_BS, "labels_BS": ids_BS, "mask_BS": self.mask(), "seeds_B": seeds_B, **more})
@@ -64,13 +64,13 @@ SEQUENCES = st.builds(Tokens, sequences=st.integers(2, 4), positions=st.integers
 
 
 def summed(routings: Sequence[Routing], kind: str = "stats") -> dict[str, Tensor]:
-    """Return statistics, or auxiliary losses, added up as the engine does: in fp64."""
+    """Statistics, or auxiliary losses, added up as the engine does: in fp64."""
     names = getattr(routings[0], kind)
     return {name: torch.stack([getattr(routing, kind)[name].double() for routing in routings]).sum(0) for name in names}
 
 
 def of_sequences(batch: Batch, x_TD: Tensor, chosen: Sequence[int]) -> tuple[Tensor, Batch]:
-    """Return some sequences of a micro-batch as a micro-batch."""
+    """Some sequences of a micro-batch as a micro-batch."""
     assert batch.seeds_B is not None, "a batch of the suite has seeds"
     x_BSD = x_TD.detach().view(*batch.ids_BS.shape, -1)
     part = Batch(
@@ -84,7 +84,7 @@ def of_sequences(batch: Batch, x_TD: Tensor, chosen: Sequence[int]) -> tuple[Ten
 
 
 def shared_out(layer_case: LayerCase, tokens: Tokens) -> tuple[dict[str, Tensor], Routing]:
-    """Return what a router makes of a micro-batch that all ranks share, and the routing of this rank's part of it.
+    """Results of a router for a micro-batch that all ranks share, and the routing of this rank's part of it.
 
     The former are, by name, tensors of all tokens in the order of the micro-batch: the same on every rank.
     """
@@ -105,7 +105,7 @@ def shared_out(layer_case: LayerCase, tokens: Tokens) -> tuple[dict[str, Tensor]
 
 
 def detached(routing: Routing) -> Routing:
-    """Return what of a routing is compared, without a graph."""
+    """The fields of a routing that are compared, without a graph."""
     return Routing(
         expert_ids_TK=routing.expert_ids_TK,
         weights_TK=routing.weights_TK.detach(),

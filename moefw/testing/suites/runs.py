@@ -24,12 +24,12 @@ from moefw.training.engine import Engine, StepResult
 
 
 def row_alignment(assembly: Assembly) -> int:
-    """Return the alignment of rows that the parts of an assembly agreed on."""
+    """Alignment of rows that the parts of an assembly agreed on."""
     return int(assembly.layers[0].facts.get("row_alignment") or 1)
 
 
 def open_context(layer_case: LayerCase) -> tuple[BuildContext, Assembly]:
-    """Return the build context of the layer case's layer on this rank, and the assembly."""
+    """Build context of the layer case's layer on this rank, and the assembly."""
     assembly = layer_case.resolve()
     layout = open_layout(assembly, "cpu")
     return ModelParts(assembly, layout, torch.device("cpu"), Shared()).at(0), assembly
@@ -43,14 +43,14 @@ def whole_model(
     micro_batch: int = 2,
     sizes: Mapping[str, Any] | None = None,
 ) -> LayerCase:
-    """Return a case with a small transformer that trains in milliseconds; ``sizes`` overrides the model's sizes."""
+    """Case with a small transformer that trains in milliseconds; ``sizes`` overrides the model's sizes."""
     train = {**SMALL["train"], "micro_batch": micro_batch}
     spec = {**SMALL, "model": {**SMALL["model"], **(sizes or {})}, "train": train, **parts}
     return LayerCase(tokens=(1,) * world, parts=spec, plugins=plugins)
 
 
 def open_model(layer_case: LayerCase) -> tuple[nn.Module, Assembly, Layout, Shared]:
-    """Return the whole model of a layer case on this rank, initialised by name."""
+    """Whole model of a layer case on this rank, initialised by name."""
     assembly = layer_case.resolve()
     layout = open_layout(assembly, "cpu")
     shared = Shared()
@@ -61,7 +61,7 @@ def open_model(layer_case: LayerCase) -> tuple[nn.Module, Assembly, Layout, Shar
 
 
 def global_batch(assembly: Assembly, layout: Layout, step: int) -> list[Batch]:
-    """Return this rank's micro-batches of random tokens that depend on the step alone."""
+    """This rank's micro-batches of random tokens that depend on the step alone."""
     train = assembly.spec.train
     vocabulary = getattr(assembly.parts.model, "vocab_size", 2)
     shape = (train.tokens_per_step // train.seq_len, train.seq_len + 1)

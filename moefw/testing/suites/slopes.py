@@ -39,7 +39,7 @@ class Slopes:
         return sum(a * b for a, b in zip(self.measured, self.claimed, strict=True)) / squares if squares else 0.0
 
     def agree(self, rtol: float, *, noise: float = 1e-5) -> bool:
-        """Return whether all pairs differ by at most ``rtol`` of the steepest slope, or by the measurement's noise."""
+        """Whether all pairs differ by at most ``rtol`` of the steepest slope, or by the measurement's noise."""
         pairs = zip(self.measured, self.claimed, strict=True)
         return all(abs(a - b) <= max(rtol * self.steepest, noise) for a, b in pairs)
 
@@ -50,7 +50,7 @@ class Slopes:
 
 @torch.no_grad()
 def slopes(value: Value, variable: Tensor, grad: Tensor) -> Slopes:
-    """Return the slopes of ``value`` along random directions of ``variable``: measured, and claimed by ``grad``.
+    """Slopes of ``value`` along random directions of ``variable``: measured, and claimed by ``grad``.
 
     Directions without a stable slope are left out, such as those along which choices change at every step size.
     """
@@ -67,7 +67,7 @@ def slopes(value: Value, variable: Tensor, grad: Tensor) -> Slopes:
 
 
 def _slope(value: Value, variable: Tensor, direction: Tensor) -> float | None:
-    """Return the slope along a direction; None if it does not settle as the step is halved."""
+    """Slope along a direction; None if it does not settle as the step is halved."""
     value_at_origin, choices = value()
     step = STEP
     previous = _difference(value, variable, direction, step, choices)
@@ -82,7 +82,7 @@ def _slope(value: Value, variable: Tensor, direction: Tensor) -> float | None:
 
 
 def _difference(value: Value, variable: Tensor, direction: Tensor, step: float, choices: Tensor) -> float | None:
-    """Return the central difference along a direction; None if other choices are made at one of its ends."""
+    """Central difference along a direction; None if other choices are made at one of its ends."""
     origin = variable.detach().clone()
     ends = []
     try:

@@ -17,12 +17,12 @@ _FOREIGN = ("torch.", "builtins", "moefw.core", "abc", "typing", "hypothesis", "
 
 
 def held(part: object) -> dict[str, object]:
-    """Return the state of a part by path: bits of tensors, attributes, closures; no gradients."""
+    """State of a part by path: bits of tensors, attributes, closures; no gradients."""
     return dict(_walk(part, "", {}))
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Return the names of the values that changed."""
+    """Names of the values that changed."""
     missing = object()  # None is a value
     names = before.keys() | after.keys()
     paths = [name for name in names if before.get(name, missing) != after.get(name, missing)]
@@ -30,13 +30,13 @@ def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[s
 
 
 def bits(tensor: Tensor) -> bytes:
-    """Return the values of a tensor as bytes: NaN equals NaN."""
+    """Values of a tensor as bytes: NaN equals NaN."""
     plain = tensor.detach().contiguous().reshape(-1)
     return bytes(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have one dtype, one shape and the same bits."""
+    """Whether two tensors have one dtype, one shape and the same bits."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     first_bytes, second_bytes = (
@@ -46,7 +46,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def worst_error(got: Tensor, expected: Tensor, *, floor: float = 1e-30) -> float:
-    """Return the largest error as a share of the largest right value, at least ``floor``.
+    """Largest error as a share of the largest right value, at least ``floor``.
 
     Infinite for NaN and for a tensor of another shape; 0 for tensors without elements.
     """
@@ -115,5 +115,5 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_data(name: str, value: Any) -> bool:
-    """Return whether a class attribute is a value that a method may change: neither private nor code."""
+    """Whether a class attribute is a value that a method may change: neither private nor code."""
     return not name.startswith("_") and isinstance(value, list | dict | set | int | float | Tensor)

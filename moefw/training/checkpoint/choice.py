@@ -30,7 +30,7 @@ class Chosen:
 
 
 def choose(run_dir: Path, which: Which) -> Chosen | None:
-    """Return the checkpoint of a run to resume from, None if ``auto`` starts anew.
+    """Checkpoint of a run to resume from, None if ``auto`` starts anew.
 
     Raises CheckpointError if there is none. Only ``last-good`` checks its tensors here; loading always does.
     """
@@ -61,14 +61,14 @@ def way_out(folder: Path) -> Iterator[None]:
 
 
 def another(bad: Path) -> str:
-    """Return the advice to take the newest whole checkpoint of a run instead of a bad one, if there is one."""
+    """Advice to take the newest whole checkpoint of a run instead of a bad one, if there is one."""
     return _advice(bad.parent.parent, but=bad) or (
         "No other checkpoint of the run is whole: restore this one from a copy, or train anew without --resume."
     )
 
 
 def way_back(run_dir: Path, group: ProcessGroup | None) -> str:
-    """Return the advice to go back to the newest whole checkpoint of a run, if there is one. Collective.
+    """Advice to go back to the newest whole checkpoint of a run, if there is one. Collective.
 
     The first rank looks for it, which takes as long as reading it.
     """
@@ -93,7 +93,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def choose_together(run_dir: Path, which: Which | None, data: DataSource, group: ProcessGroup | None) -> Chosen | None:
-    """Return the checkpoint that every rank resumes from, None if all start anew. Collective.
+    """Checkpoint that every rank resumes from, None if all start anew. Collective.
 
     ``which`` None: this rank was not asked to resume. Raises the first rank's CheckpointError on all ranks, and
     PlanError with the differences if ranks were asked for different checkpoints, or see different checkpoints or data.

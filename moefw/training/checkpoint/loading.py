@@ -56,7 +56,7 @@ def load(
 def _checked(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, tokenizer: str, names: Set[str]
 ) -> tuple[Manifest, Mapping[str, Any], Mapping[str, Slot]]:
-    """Return the manifest, and each tensor's open file and slot by name. Raises CheckpointError.
+    """Manifest, and each tensor's open file and slot by name. Raises CheckpointError.
 
     ``names``: those of the slots of all stages of a pipeline.
     """

@@ -59,7 +59,7 @@ class SavedShard:
     tensors: Mapping[str, SavedTensor]
 
     def to_data(self) -> dict[str, Any]:
-        """Return the shard as JSON data."""
+        """Shard as JSON data."""
         return asdict(self, value_serializer=lambda _, __, value: [*value] if isinstance(value, tuple) else value)
 
 
@@ -94,7 +94,7 @@ class Manifest:
         return {name: tensor for shard in self.shards for name, tensor in shard.tensors.items()}
 
     def sealed(self) -> bytes:
-        """Return the bytes of ``manifest.json``."""
+        """Bytes of ``manifest.json``."""
         return _canonical({**self._content(), "sha256": self.digest})
 
     def _content(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raises Damage unless it is as written for a folder of this name."""
+    """Manifest of a checkpoint. Raises Damage unless it is as written for a folder of this name."""
     path = folder / MANIFEST
     data = _read(path)
     try:
@@ -136,7 +136,7 @@ def require_file(path: Path) -> None:
 
 
 def shard_from(data: object) -> SavedShard:
-    """Return a shard from its JSON data. Raises ValueError."""
+    """Shard from its JSON data. Raises ValueError."""
     file = _item(data, "file", str)
     tensors = _item(data, "tensors", dict)
     if not _FILE.fullmatch(file):

@@ -103,7 +103,7 @@ def _write_shard(scratch: Path, tensors: dict[str, Tensor], rank: int) -> dict[s
 
 
 def _manifest(step: int, origin: Origin, shards: Sequence[object]) -> bytes:
-    """Return the manifest of the shards that ranks report. Raises ValueError if a report is invalid."""
+    """Manifest of the shards that ranks report. Raises ValueError if a report is invalid."""
     return Manifest(step=step, origin=origin, shards=tuple(shard_from(shard) for shard in shards if shard)).sealed()
 
 
@@ -142,7 +142,7 @@ def require_finite(
 
 
 def _first_bad(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of the first tensor on this rank, of its own copies and shards, that holds NaN or infinity."""
+    """Name of the first tensor on this rank, of its own copies and shards, that holds NaN or infinity."""
     for parameter, pieces in by_parameter(model):
         states = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
         for kind, held in {"model": parameter.detach(), **states}.items():
@@ -152,7 +152,7 @@ def _first_bad(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None
 
 
 def _bad_piece(held: Tensor, pieces: Sequence[Canonical]) -> str:
-    """Return the name of the non-finite piece of a parameter, or of a tensor of its shape."""
+    """Name of the non-finite piece of a parameter, or of a tensor of its shape."""
     values = held
     if is_shared_out(held):
         values = torch.zeros(held.shape, dtype=held.dtype, device=local(held).device)

@@ -35,7 +35,7 @@ _CHUNK: Final = 1 << 24
 
 
 def words(name: str) -> str:
-    """Return the name of a checkpoint's tensor for messages, such as ``optimizer state exp_avg of norm``."""
+    """Name of a checkpoint's tensor for messages, such as ``optimizer state exp_avg of norm``."""
     kind, rest = name.split("/", 1)
     if kind == "optimizer":
         key, of = rest.split("/", 1)
@@ -44,7 +44,7 @@ def words(name: str) -> str:
 
 
 def described(path: Path) -> SavedShard:
-    """Return the manifest entry of a shard that has just been written."""
+    """Manifest entry of a shard that has just been written."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
@@ -59,7 +59,7 @@ def described(path: Path) -> SavedShard:
 
 
 def opened(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the open file that holds each tensor, by the tensor's name. Its bytes are those that were saved.
+    """Open file that holds each tensor, by the tensor's name. Its bytes are those that were saved.
 
     Raises Damage unless every file of the checkpoint matches the manifest.
     """
@@ -116,7 +116,7 @@ def _check_tensors(path: Path, file: Any, shard: SavedShard) -> None:
 
 
 def _difference(path: Path, digest: str, shard: SavedShard, manifest: Manifest) -> str:
-    """Return how a file differs from the shard that was saved."""
+    """How a file differs from the shard that was saved."""
     other = next((other.file for other in manifest.shards if other.sha256 == digest), None)
     if other is not None:
         return f"holds what {other} held: files were exchanged"

@@ -37,7 +37,7 @@ class Slot:
         return self.piece.shard.whole(shape) if self.piece.shard else tuple(shape)
 
     def misfit(self, saved: SavedTensor) -> str:
-        """Return how a saved tensor differs from this slot; empty if it fits."""
+        """How a saved tensor differs from this slot; empty if it fits."""
         if saved.shape != self.shape:
             return f"{saved.shape} there and {self.shape} here"
         own = DTYPES.get(self.target.dtype, str(self.target.dtype))
@@ -54,7 +54,7 @@ class Slot:
 
 
 def model_slots(model: nn.Module) -> dict[str, Slot]:
-    """Return the slots of a model's parameters and of its state, by name."""
+    """Slots of a model's parameters and of its state, by name."""
     slots = {f"model/{piece.name}": Slot(piece.parameter, piece) for piece in canonical_parameters(model)}
     return slots | {f"state/{name}": Slot(tensor) for name, tensor in state_tensors(model).items()}
 
@@ -62,7 +62,7 @@ def model_slots(model: nn.Module) -> dict[str, Slot]:
 def optimizer_slots(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor]
 ) -> tuple[dict[str, Slot], dict[nn.Parameter, dict[str, Tensor]]]:
-    """Return the slots of an optimizer's states by name, and all states of each parameter.
+    """Slots of an optimizer's states by name, and all states of each parameter.
 
     States that it does not have yet, as before its first step, are allocated for the saved ones. The optimizer is not
     changed.
@@ -84,7 +84,7 @@ def optimizer_slots(
 
 
 def by_target(slots: Mapping[str, Slot]) -> Iterable[list[tuple[str, Slot]]]:
-    """Return the slots with their names, grouped by target tensor."""
+    """Slots with their names, grouped by target tensor."""
     targets: dict[int, list[tuple[str, Slot]]] = {}
     for name, slot in slots.items():
         targets.setdefault(id(slot.target), []).append((name, slot))

@@ -26,13 +26,13 @@ class Text(Options):
     name: ClassVar[str] = "text"
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
-        """Return the prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
+        """Prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
         from moefw.training.data.source import prepare_text
 
         return prepare_text(self, cache_dir)
 
     def anchored(self) -> Text:
-        """Return the same text and tokenizer, with absolute paths."""
+        """Same text and tokenizer, with absolute paths."""
         path = None if self.path is None else absolute(self.path)
         return evolve(self, path=path, tokenizer=self.absolute_tokenizer)
 

@@ -14,7 +14,7 @@ LONGEST_RUN = 256
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int) -> bytes:
-    """Return the ``tokenizer.json`` of at most ``vocab_size`` ids over UTF-8 texts; the same texts give the same bytes.
+    """``tokenizer.json`` of at most ``vocab_size`` ids over UTF-8 texts; the same texts give the same bytes.
 
     The most frequent adjacent pair of ids becomes a new id, until there are enough ids or no pair repeats.
     """

@@ -70,7 +70,7 @@ class Corpus:
 
 
 def find_corpus(path: str | None, suffixes: Sequence[str]) -> Corpus:
-    """Return the files at ``path``, found by name and size only; none is opened.
+    """Files at ``path``, found by name and size only; none is opened.
 
     A folder's hidden files and folders, links to folders, and caches are left out. None means the Python sources of
     the standard library, without its tests. Raises DataError if there are no files.
@@ -103,7 +103,7 @@ def _find(path: str | None, suffixes: Sequence[str]) -> Corpus:
 
 
 def text_documents(corpus: Corpus) -> tuple[Document, ...]:
-    """Return the files that are UTF-8 text and not blank, each read once. Raises DataError if there is none."""
+    """Files that are UTF-8 text and not blank, each read once. Raises DataError if there is none."""
     flaws = {file.name: _flaw(file) for file in corpus.files}
     if corpus.named and any(flaws.values()):
         raise DataError(f"data.path: {corpus.root} {flaws[corpus.root.name]}.", "Name a file of UTF-8 text.")
@@ -117,7 +117,7 @@ def text_documents(corpus: Corpus) -> tuple[Document, ...]:
 
 
 def text_end(block: bytes) -> int:
-    """Return where to cut a block of UTF-8 text: after its last line break, else after its last whole character."""
+    """Where to cut a block of UTF-8 text: after its last line break, else after its last whole character."""
     line_end = block.rfind(b"\n") + 1
     if line_end:
         return line_end
@@ -170,7 +170,7 @@ def _document(path: Path, name: str) -> Document:
 
 
 def _flaw(file: Document) -> str:
-    """Return why a file is no document; empty if it is one."""
+    """Why a file is no document; empty if it is one."""
     blank = True
     position = 0
     for piece in file.pieces():
@@ -191,6 +191,6 @@ def _read(document: Document) -> bytes:
 
 
 def unreadable(error: OSError, path: Path) -> DataError:
-    """Return the error for a file of a corpus that cannot be read."""
+    """Error for a file of a corpus that cannot be read."""
     reason = (error.strerror or str(error)).lower()
     return DataError(f"{error.filename or path} cannot be read: {reason}.", "Check its permissions.")

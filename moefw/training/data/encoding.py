@@ -39,7 +39,7 @@ class EncodingProcess:
         self._start()
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.integer[Any]]]:
-        """Return the ids of each UTF-8 text, nothing added at its ends. Raises EncodingError."""
+        """Ids of each UTF-8 text, nothing added at its ends. Raises EncodingError."""
         try:
             parts = self._ask(texts)
         except EncodingError:
@@ -47,7 +47,7 @@ class EncodingProcess:
         return [np.frombuffer(part, dtype=np.uint32) for part in parts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens by their names; ids past the vocabulary are left out.
+        """Text of ids, special tokens by their names; ids past the vocabulary are left out.
 
         Raises EncodingError.
         """
@@ -56,7 +56,7 @@ class EncodingProcess:
         return text.decode()
 
     def _ask_alone(self, number: int, text: bytes) -> bytes:
-        """Return the ids of one text, as a batch does not report which of its texts fails."""
+        """Ids of one text, as a batch does not report which of its texts fails."""
         self._restart_if_ended()
         try:
             (part,) = self._ask([text])

@@ -37,7 +37,7 @@ def send(file: IO[bytes], head: Mapping[str, Any], parts: Sequence[bytes] = ()) 
 
 
 def receive(file: IO[bytes]) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Return a message and its parts; None if the other process is gone."""
+    """Message and its parts; None if the other process is gone."""
     line = file.readline()
     if not line.endswith(b"\n"):
         return None
@@ -102,13 +102,13 @@ def _encode(tokenizer: Any, texts: Sequence[str]) -> list[array[int]]:
 
 
 def _decode(tokenizer: Any, ids: bytes) -> bytes:
-    """Return the text of ids, UTF-8: special tokens by their names; ids past the vocabulary are left out."""
+    """Text of ids, UTF-8: special tokens by their names; ids past the vocabulary are left out."""
     text: str = tokenizer.decode(array("I", ids).tolist(), skip_special_tokens=False)
     return text.encode("utf-8", "replace")
 
 
 def _said(error: BaseException) -> str:
-    """Return the first line of an exception's message. A Rust panic is a BaseException, not an Exception."""
+    """First line of an exception's message. A Rust panic is a BaseException, not an Exception."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -16,7 +16,7 @@ HASH_BYTES: Final = 32
 
 
 def chunk_hashes(path: Path) -> bytes:
-    """Return the SHA-256 of each chunk of a file, in order: ``HASH_BYTES * num_chunks(size)`` bytes."""
+    """SHA-256 of each chunk of a file, in order: ``HASH_BYTES * num_chunks(size)`` bytes."""
     hashes = bytearray()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -25,7 +25,7 @@ def chunk_hashes(path: Path) -> bytes:
 
 
 def num_chunks(size: int) -> int:
-    """Return how many chunks a file of ``size`` bytes has; an empty file has none."""
+    """How many chunks a file of ``size`` bytes has; an empty file has none."""
     return -(-size // CHUNK_BYTES)
 
 
@@ -35,7 +35,7 @@ class Hashes(Protocol):
     since: str
 
     def fits(self, chunk: int, digest: bytes) -> bool:
-        """Return whether ``digest`` is the hash of a chunk."""
+        """Whether ``digest`` is the hash of a chunk."""
 
 
 @final
@@ -92,7 +92,7 @@ class HashedFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, start: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``start``; the range lies inside the file. Raises DamagedDataError."""
+        """``count`` bytes from ``start``; the range lies inside the file. Raises DamagedDataError."""
         assert 0 <= start <= start + count <= self.size, f"bytes {start} + {count} of {self.size}"
         for chunk in range(start // CHUNK_BYTES, num_chunks(start + count)):
             if not self._checked[chunk]:

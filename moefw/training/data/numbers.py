@@ -27,6 +27,6 @@ class NumberFile:
         return int(self.read(index, 1)[0])
 
     def read(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` numbers from number ``first``, int64; all are in the file. Raises DamagedDataError."""
+        """``count`` numbers from number ``first``, int64; all are in the file. Raises DamagedDataError."""
         width = self._dtype.itemsize
         return np.frombuffer(self._file.read(first * width, count * width), dtype=self._dtype).astype(np.int64)

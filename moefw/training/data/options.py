@@ -30,13 +30,13 @@ class Tokenized(DataSourcePlugin):
         return int(number[1]) if number else None
 
     def needs_to_train(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the need of bytes, or of a BPE vocabulary, for token ids. Only the file tells those of another."""
+        """Need of bytes, or of a BPE vocabulary, for token ids. Only the file tells those of another."""
         if self.tokenizer == "bytes":
             return [token_ids(self.tokenizer, NUM_BYTES)]
         return [] if self.bpe_size is None else [token_ids(self.tokenizer, self.bpe_size)]
 
     def check(self, site: Site) -> Sequence[moefw.Problem | Iterator[moefw.Problem]]:
-        """Return the problems of ``bpe-N``: too few ids for all bytes and the end of a text, or a misspelt name."""
+        """Problems of ``bpe-N``: too few ids for all bytes and the end of a text, or a misspelt name."""
         if self.bpe_size is None:
             slip = re.match(r"\s*bpe", self.tokenizer, re.IGNORECASE) and not re.search(r"/|\.json$", self.tokenizer)
             what = f"{self.tokenizer!r} is neither bytes, nor bpe- and a number, nor the path of a tokenizer.json."
@@ -62,11 +62,11 @@ class Options(Tokenized):
 
 
 def token_ids(tokenizer: str, count: int) -> moefw.Need:
-    """Return the need of a tokenizer for the ids that it has."""
+    """Need of a tokenizer for the ids that it has."""
     fix = f"Use model.vocab_size: {count}."
     return moefw.need("token_ids", count, reason=f"{tokenizer} has them", fix=fix, option="tokenizer")
 
 
 def absolute(path: str) -> str:
-    """Return a path from the root, ``~`` expanded."""
+    """Path from the root, ``~`` expanded."""
     return os.path.abspath(os.path.expanduser(path))

@@ -44,15 +44,15 @@ class BatchOrder:
         return max(1, (self.num_tokens - self.seq_len) // self.seq_len)
 
     def first(self, step: int) -> int:
-        """Return how many sequences come before ``step`` (from 0)."""
+        """How many sequences come before ``step`` (from 0)."""
         return self.begin + step * self.sequences_per_step
 
     def starts(self, step: int) -> NDArray[np.int64]:
-        """Return where the windows of ``step`` (from 0) start: ``(sequences_per_step,)``, int64."""
+        """Where the windows of ``step`` (from 0) start: ``(sequences_per_step,)``, int64."""
         return self.windows(self.first(step), self.sequences_per_step)
 
     def windows(self, position: int, count: int) -> NDArray[np.int64]:
-        """Return where ``count`` windows from number ``position`` of the order start: ``(count,)``, int64."""
+        """Where ``count`` windows from number ``position`` of the order start: ``(count,)``, int64."""
         shifts = min(self.seq_len, self.num_tokens - self.num_windows * self.seq_len)
         end = position + count
         parts = [np.empty(0, np.int64)]
@@ -66,7 +66,7 @@ class BatchOrder:
 
 
 def heldout_windows(num_tokens: int, *, seq_len: int, max_tokens: int) -> NDArray[np.int64]:
-    """Return where evaluation windows start, int64, ascending; windows share no label.
+    """Where evaluation windows start, int64, ascending; windows share no label.
 
     Takes all consecutive windows if they predict at most ``max_tokens`` tokens, else the most that this allows (at
     least one), evenly spread over the stream. Raises DataError if the stream is shorter than a window.
@@ -79,7 +79,7 @@ def heldout_windows(num_tokens: int, *, seq_len: int, max_tokens: int) -> NDArra
 
 
 def epoch_order(seed: int, epoch: int, num_windows: int) -> tuple[NDArray[np.int64], int]:
-    """Return a permutation of the windows and a number to draw the shift from.
+    """Permutation of the windows and a number to draw the shift from.
 
     Sorts raw Philox output, which numpy promises never to change, unlike ``Generator.permutation``: a run
     resumes in the same order under a newer numpy.

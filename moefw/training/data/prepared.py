@@ -45,7 +45,7 @@ class Prepared:
         return HashedFile(self.folder / name, size=self.meta["bytes"][name], hashes=hashes, fix=fix)
 
     def read(self, name: str) -> bytes:
-        """Return a whole file. Raises DamagedDataError."""
+        """Whole file. Raises DamagedDataError."""
         return self.open(name).read(0, self.meta["bytes"][name])
 
     @property
@@ -60,7 +60,7 @@ class Prepared:
 
 
 def prepare_folder(cache_dir: Path, identity: Iterable[Any], fill: Callable[[Path], None]) -> Prepared:
-    """Return the data in a folder of the cache, filled in this call unless an earlier one did it.
+    """Data in a folder of the cache, filled in this call unless an earlier one did it.
 
     Data with another ``identity``, an iterable of plain data, have another folder. Files are written to a temporary
     folder that is renamed when complete, so a process may be killed at any time, and several may prepare at once.
@@ -104,7 +104,7 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> None:
 
 
 def open_prepared(folder: Path) -> Prepared | None:
-    """Return the data in a folder; None if it is missing, or not as :func:`describe` left it.
+    """Data in a folder; None if it is missing, or not as :func:`describe` left it.
 
     The content of ``tokenizer.json`` is checked here. Other files are checked for size here, for content when read.
     """
@@ -161,7 +161,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _written(meta: Mapping[str, Any]) -> bytes:
-    """Return the content of ``meta.json``: ``meta`` and a hash of it."""
+    """Content of ``meta.json``: ``meta`` and a hash of it."""
     return (json.dumps({**meta, _OWN_HASH: _hash(meta)}, indent=2) + "\n").encode()
 
 

@@ -62,7 +62,7 @@ class PreparedSource(DataSource):
         return self._heldout_text.size
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``; a lone surrogate is read as a question mark. Raises DataError."""
+        """Token ids of ``text``; a lone surrogate is read as a question mark. Raises DataError."""
         try:
             ids: list[int] = self._tokenizer.encode(text.encode("utf-8", "replace")).tolist()
         except ValueError as error:
@@ -71,7 +71,7 @@ class PreparedSource(DataSource):
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; bytes that are no text become the replacement character. Raises DataError."""
+        """Text of token ids; bytes that are no text become the replacement character. Raises DataError."""
         try:
             return self._tokenizer.decode(ids)
         except ValueError as error:
@@ -88,7 +88,7 @@ class PreparedSource(DataSource):
 
 
 def prepare_text(options: Options, cache_dir: Path) -> PreparedSource:
-    """Return the text that ``options`` name, tokenized in this call unless an earlier one did it. Raises DataError."""
+    """Text that ``options`` name, tokenized in this call unless an earlier one did it. Raises DataError."""
     corpus = find_corpus(options.path, options.suffixes)
     return prepare_corpus(corpus, options, cache_dir, lambda: split_corpus(corpus, options.heldout))
 
@@ -96,7 +96,7 @@ def prepare_text(options: Options, cache_dir: Path) -> PreparedSource:
 def prepare_corpus(
     corpus: Corpus, options: Tokenized, cache_dir: Path, split: Callable[[], Split], kind: Iterable[str] = ()
 ) -> PreparedSource:
-    """Return the documents of a corpus, tokenized in this call unless an earlier one did it. Raises DataError.
+    """Documents of a corpus, tokenized in this call unless an earlier one did it. Raises DataError.
 
     ``split`` reads them; ``kind`` says how, if not as text.
     """
@@ -151,7 +151,7 @@ def _text(documents: Iterable[TextDocument]) -> Iterator[bytes]:
 
 
 def tokenizer_beside(path: Path) -> bytes | None:
-    """Return the content of the ``tokenizer.json`` beside weights, to copy it. None: there is no such name.
+    """Content of the ``tokenizer.json`` beside weights, to copy it. None: there is no such name.
 
     A link is followed, as Hugging Face's cache has one to every file. So the file may be any that the link's author
     names, and nothing is copied that no tokenizer loads from. Raises DataError.

@@ -37,12 +37,12 @@ class Split:
 
 
 def hash_place(content: bytes) -> float:
-    """Return a number in [0, 1) that is drawn by ``content`` alone."""
+    """Number in [0, 1) that is drawn by ``content`` alone."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / (1 << 64)
 
 
 def split_corpus(corpus: Corpus, share: float) -> Split:
-    """Return the sides of a corpus of files, of which each is read once. Raises DataError if none is text."""
+    """Sides of a corpus of files, of which each is read once. Raises DataError if none is text."""
     documents = text_documents(corpus)
     train, heldout = split_documents(documents, share)
     mixed = sorted(train, key=_place)
@@ -56,7 +56,7 @@ def split_corpus(corpus: Corpus, share: float) -> Split:
 
 
 def split_documents(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """Return the documents to train on and those held out, neither empty, each in the order given.
+    """Documents to train on and those held out, neither empty, each in the order given.
 
     A document is held out if the hash of its name, scaled to [0, 1), is below ``share``, independent of other
     documents. If that leaves a side empty, the document nearest to it is moved. A single document is cut. Raises

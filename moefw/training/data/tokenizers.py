@@ -42,11 +42,11 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
-        """Return the ids of UTF-8 text, one axis; nothing is added at its ends. Raises ValueError if it fails."""
+        """Ids of UTF-8 text, one axis; nothing is added at its ends. Raises ValueError if it fails."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids. Raises ValueError if it fails."""
+        """Text of ids. Raises ValueError if it fails."""
 
 
 @final
@@ -59,11 +59,11 @@ class ByteTokenizer(TextTokenizer):
     parts_after_words = True
 
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
-        """Return the bytes, uint8, without a copy."""
+        """Bytes, uint8, without a copy."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; invalid UTF-8, and ids that are no byte, become the replacement character."""
+        """Text; invalid UTF-8, and ids that are no byte, become the replacement character."""
         never_utf8 = 0xFF
         return bytes(id if 0 <= id < 256 else never_utf8 for id in ids).decode("utf-8", "replace")
 
@@ -103,13 +103,13 @@ class JsonTokenizer(TextTokenizer):
         return process
 
     def encode(self, text: bytes) -> NDArray[np.integer[Any]]:
-        """Return the ids, uint32."""
+        """Ids, uint32."""
         with _failures_told():
             (ids,) = self._process.encode([text])
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text, special tokens by their names; ids past the vocabulary are left out."""
+        """Text, special tokens by their names; ids past the vocabulary are left out."""
         with _failures_told():
             return self._process.decode(ids)
 
@@ -126,7 +126,7 @@ def _failures_told() -> Iterator[None]:
 
 
 def _splits_like_gpt2(tokenizer: Any) -> bool:
-    """Return whether GPT-2's pattern, and nothing else, splits text into words before it is encoded.
+    """Whether GPT-2's pattern, and nothing else, splits text into words before it is encoded.
 
     A match of that pattern with characters other than white space ends where white space begins, and no match depends
     on the text before it. So text may be cut where white space begins.
@@ -144,12 +144,12 @@ def _splits_like_gpt2(tokenizer: Any) -> bool:
 
 
 def fingerprint(content: bytes) -> str:
-    """Return the fingerprint of a ``tokenizer.json``."""
+    """Fingerprint of a ``tokenizer.json``."""
     return f"tokenizer.json {hashlib.sha256(content).hexdigest()}"
 
 
 def read_tokenizer(name: str) -> bytes | None:
-    """Return the content of the tokenizer.json that ``data.tokenizer`` names; None for ``bytes``. Raises DataError."""
+    """Content of the tokenizer.json that ``data.tokenizer`` names; None for ``bytes``. Raises DataError."""
     if name == "bytes":
         return None
     try:
@@ -162,7 +162,7 @@ def read_tokenizer(name: str) -> bytes | None:
 
 
 def read_json(path: Path) -> bytes:
-    """Return the content of a file that may be a ``tokenizer.json``.
+    """Content of a file that may be a ``tokenizer.json``.
 
     Raises ValueError if it is no regular file or too large, and OSError if it cannot be read.
     """
@@ -175,7 +175,7 @@ def read_json(path: Path) -> bytes:
 
 
 def load_tokenizer(name: str, content: bytes | None, process: EncodingProcess | None = None) -> TextTokenizer:
-    """Return the tokenizer that ``data.tokenizer`` names, from its file's content: None for bytes. Raises DataError.
+    """Tokenizer that ``data.tokenizer`` names, from its file's content: None for bytes. Raises DataError.
 
     A file that this process has not made must first run in an :class:`EncodingProcess`, which it may crash.
     ``process``: as in :class:`JsonTokenizer`.
@@ -187,5 +187,5 @@ def load_tokenizer(name: str, content: bytes | None, process: EncodingProcess | 
 
 
 def not_a_tokenizer(name: str, reason: str) -> DataError:
-    """Return the error for a file that data.tokenizer names and that cannot be used."""
+    """Error for a file that data.tokenizer names and that cannot be used."""
     return DataError(f"data.tokenizer: {name!r} is not a tokenizer.json: {reason}.", _FIX)

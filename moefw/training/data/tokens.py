@@ -19,7 +19,7 @@ STARTS: Final = np.dtype("<i8")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest unsigned type for ids below ``vocab_size``: uint8, uint16 or uint32."""
+    """Smallest unsigned type for ids below ``vocab_size``: uint8, uint16 or uint32."""
     assert 0 < vocab_size <= 1 << 32
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
@@ -36,22 +36,22 @@ class TokenFile(TokenStream):
         self._end = len(ids) if end is None else end
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
+        """Number of tokens."""
         return self._end - self._begin
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` ids from ``start``, int64; all are in the stream. Raises DamagedDataError."""
+        """``count`` ids from ``start``, int64; all are in the stream. Raises DamagedDataError."""
         assert 0 <= start <= start + count <= len(self)
         return self._ids.read(self._begin + start, count)
 
     def document_starts(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return where documents start among ``count`` tokens from ``start``. Raises DamagedDataError."""
+        """Where documents start among ``count`` tokens from ``start``. Raises DamagedDataError."""
         first, last = (bisect_left(self._starts, self._begin + place) for place in (start, start + count))
         return self._starts.read(first, last - first) - self._begin
 
 
 def starts_file(path: Path) -> Path:
-    """Return the file of document starts beside a token file."""
+    """File of document starts beside a token file."""
     return path.with_suffix(".starts")
 
 

@@ -13,7 +13,7 @@ from moefw.core.errors import ContractError, DamagedDataError
 
 
 def read_windows(stream: TokenStream, starts: Iterable[int], *, seq_len: int, vocab_size: int) -> NDArray[np.int64]:
-    """Return the windows of ``seq_len + 1`` ids at ``starts``: ``(B, seq_len + 1)``, int64.
+    """Windows of ``seq_len + 1`` ids at ``starts``: ``(B, seq_len + 1)``, int64.
 
     Raises DamagedDataError if an id is outside the vocabulary, and ContractError if the stream returns no ids.
     """
@@ -21,7 +21,7 @@ def read_windows(stream: TokenStream, starts: Iterable[int], *, seq_len: int, vo
 
 
 def number_documents(stream: TokenStream, starts: Iterable[int], *, seq_len: int) -> NDArray[np.int64]:
-    """Return the number of each token's document in the windows at ``starts``: ``(B, seq_len + 1)``, int64, ascending.
+    """Number of each token's document in the windows at ``starts``: ``(B, seq_len + 1)``, int64, ascending.
 
     Raises ContractError if the stream does not know where documents start.
     """
@@ -40,7 +40,7 @@ def _numbers(stream: TokenStream, start: int, count: int) -> NDArray[np.int64]:
 
 
 def read_ids(stream: TokenStream, start: int, count: int, vocab_size: int) -> NDArray[np.int64]:
-    """Return ``count`` ids from ``start``, int64; at least one. Raises as :func:`read_windows` does."""
+    """``count`` ids from ``start``, int64; at least one. Raises as :func:`read_windows` does."""
     ids = stream.read(start, count)
     name = stream.name or type(stream).__name__
     if not isinstance(ids, np.ndarray) or ids.shape != (count,) or ids.dtype != np.int64:

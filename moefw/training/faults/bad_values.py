@@ -29,7 +29,7 @@ class BadTensor:
 
 
 def bad_values(tensor: Tensor) -> str:
-    """Return a plain tensor's non-finite values, ``3 NaN and 1 inf (of 1,024 values)``; empty if there are none."""
+    """Plain tensor's non-finite values, ``3 NaN and 1 inf (of 1,024 values)``; empty if there are none."""
     if not tensor.is_floating_point() or tensor.itemsize < 2 or bool(tensor.isfinite().all()):
         return ""
     return _counted(_kinds(tensor))
@@ -60,7 +60,7 @@ def bad_pieces(held: Tensor, pieces: Sequence[Canonical]) -> Iterator[tuple[str,
 
 @torch.no_grad()
 def bad_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> BadTensor | None:
-    """Return the first of this rank's parameters, declared states and optimizer states that is not finite, if any."""
+    """First of this rank's parameters, declared states and optimizer states that is not finite, if any."""
     return next(_bad_states(model, optimizer), None)
 
 
@@ -79,7 +79,7 @@ def _bad_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> It
 
 
 def first_of_all(bad: BadTensor | None, layout: Layout) -> str:
-    """Return the first bad tensor over all ranks, ``rank 1: ... holds ...``; empty if there is none. Collective."""
+    """First bad tensor over all ranks, ``rank 1: ... holds ...``; empty if there is none. Collective."""
     own = None if bad is None else [bad.order, bad.what]
     answers = enumerate(everywhere(own, layout.host_group()))
     told = [(answer[0], rank, answer[1]) for rank, answer in answers if answer is not None]

@@ -36,7 +36,7 @@ class Seen:
         return bool(self.record.waits_in) and not self.state
 
     def limit_s(self, timeout_s: float) -> float:
-        """Return the seconds that it may go without progress; a stopped process imports nothing."""
+        """Seconds that it may go without progress; a stopped process imports nothing."""
         return limit_s(timeout_s, slow=self.record.slow and self.state != STOPPED)
 
     @property
@@ -51,12 +51,12 @@ class Seen:
 
 
 def named(rank: int, record: Record) -> str:
-    """Return the name of a rank, with its host and pid if known."""
+    """Name of a rank, with its host and pid if known."""
     return f"rank {rank} ({record.host}, pid {record.pid})" if record.pid else f"rank {rank}"
 
 
 def culprit(ranks: Sequence[Seen], timeout_s: float) -> Seen | None:
-    """Return the rank that all others wait for, or None while the run makes progress.
+    """Rank that all others wait for, or None while the run makes progress.
 
     A rank that waits in a collective is not blamed while any rank makes progress, as it may wait for that one. A
     process that does not run is blamed first, even if others have waited a little longer, then the rank with the oldest
@@ -72,18 +72,18 @@ def culprit(ranks: Sequence[Seen], timeout_s: float) -> Seen | None:
 
 
 def vanished(ranks: Sequence[Seen]) -> Seen | None:
-    """Return the rank that left without a message. Called when this rank has lost contact with another."""
+    """Rank that left without a message. Called when this rank has lost contact with another."""
     gone = [seen for seen in ranks if seen.state and not seen.record.ending]
     return max(gone, key=lambda seen: seen.still_s, default=None)
 
 
 def left_silently(gone: Seen) -> Problem:
-    """Return the problem of a rank that left without a message."""
+    """Problem of a rank that left without a message."""
     return Problem(f"{gone.name} left without a word, {gone.place}.", RESUME)
 
 
 def accusation(hanging: Seen, ranks: Sequence[Seen], timeout_s: float) -> Problem:
-    """Return the problem of a rank that hangs: which rank, where, for how long, and the collectives of the others."""
+    """Problem of a rank that hangs: which rank, where, for how long, and the collectives of the others."""
     limit = hanging.limit_s(timeout_s)
     what = f"{hanging.name} has made no progress for {hanging.still_s:.1f} s (run.timeout_s allows {limit:g}): "
     what += hanging.place
@@ -100,7 +100,7 @@ def accusation(hanging: Seen, ranks: Sequence[Seen], timeout_s: float) -> Proble
 
 
 def in_words(numbers: Sequence[int], noun: str = "rank") -> str:
-    """Return ``rank 3``, or ``ranks 0-3, 6 and 7``; of more than a few spans, the first and how many others."""
+    """``rank 3``, or ``ranks 0-3, 6 and 7``; of more than a few spans, the first and how many others."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][-1] + 1:

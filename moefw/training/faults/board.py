@@ -15,13 +15,13 @@ MEETING: Final = "MOEFW_MEETING"
 
 
 def meeting_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the private folder of this rank's launcher; None if moefw's launcher did not start it."""
+    """Private folder of this rank's launcher; None if moefw's launcher did not start it."""
     folder = environment.get(MEETING)
     return Path(folder) if folder else None
 
 
 def record_file(folder: Path, rank: int) -> memoryview:
-    """Return a rank's record, shared by all processes that open it; it is empty at first."""
+    """A rank's record, shared by all processes that open it; it is empty at first."""
     descriptor = os.open(folder / f"rank-{rank}.record", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, RECORD_BYTES)
@@ -31,5 +31,5 @@ def record_file(folder: Path, rank: int) -> memoryview:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Return the file into which a rank writes its stacks when SIGUSR2 asks for them."""
+    """File into which a rank writes its stacks when SIGUSR2 asks for them."""
     return folder / f"rank-{rank}.txt"

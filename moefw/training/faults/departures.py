@@ -35,7 +35,7 @@ class Outcome:
 
 
 def outcome(gone: Sequence[Departed], *, oom_kills: int, memory_note: Callable[[], str]) -> Outcome | None:
-    """Return the outcome of the run by the ranks that left; None if these left well or had only lost contact.
+    """Outcome of the run by the ranks that left; None if these left well or had only lost contact.
 
     A rank ended by a signal comes first, then one out of memory, one without a message, and one that reported why.
     ``oom_kills``: processes that the kernel has killed for memory during the run. ``memory_note`` returns the planned
@@ -55,7 +55,7 @@ def outcome(gone: Sequence[Departed], *, oom_kills: int, memory_note: Callable[[
 
 
 def left_early(rank: int, record: Record, code: object) -> Problem:
-    """Return the problem of a rank that leaves before the run is done."""
+    """Problem of a rank that leaves before the run is done."""
     shown = 0 if code is None else code
     return Problem(
         f"{named(rank, record)} left with exit code {shown} at {record.place}, before the run was done.", RESUME
@@ -63,12 +63,12 @@ def left_early(rank: int, record: Record, code: object) -> Problem:
 
 
 def out_of_memory(rank: int, record: Record, memory_note: Callable[[], str]) -> Problem:
-    """Return the problem of a rank that ran out of memory."""
+    """Problem of a rank that ran out of memory."""
     return Problem(f"{named(rank, record)} ran out of memory at {record.place}. {memory_note()}", RESUME)
 
 
 def lost_contact(gone: Sequence[Departed]) -> Problem:
-    """Return the problem of ranks that lost contact while none reports why."""
+    """Problem of ranks that lost contact while none reports why."""
     who = in_words([each.rank for each in gone])
     return Problem(f"{who} lost contact with the others at {gone[0].record.place}, and none says why.", RESUME)
 

@@ -20,7 +20,7 @@ _STATES: Final = {
 
 
 def process_state(pid: int) -> str:
-    """Return why a process of this machine does not run; empty if it may run."""
+    """Why a process of this machine does not run; empty if it may run."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     except OSError:
@@ -29,13 +29,13 @@ def process_state(pid: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that Python or PyTorch's allocator of the host or a GPU had no memory left."""
+    """Whether an error means that Python or PyTorch's allocator of the host or a GPU had no memory left."""
     torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
     return isinstance(error, MemoryError) or torchs
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel has killed for memory, on this machine or in this process's cgroup."""
+    """How many processes the kernel has killed for memory, on this machine or in this process's cgroup."""
     of_machine = _count(root / "proc/vmstat")
     return of_machine + sum(_count(folder / "memory.events") for folder in _cgroups(root))
 

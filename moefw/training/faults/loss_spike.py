@@ -26,7 +26,7 @@ class LossSpikes:
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
     def warning(self, step: int, loss: float) -> str:
-        """Return a line about the loss of ``step`` if it is a spike, else an empty string."""
+        """Line about the loss of ``step`` if it is a spike, else an empty string."""
         if not math.isfinite(loss):
             return ""
         count = len(self._recent)

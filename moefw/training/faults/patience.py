@@ -13,17 +13,17 @@ LOOK_S: Final = 1.0
 
 
 def limit_s(timeout_s: float, *, slow: bool) -> float:
-    """Return the seconds that a rank may go without progress; ``slow``: in a phase that is known to be slow."""
+    """Seconds that a rank may go without progress; ``slow``: in a phase that is known to be slow."""
     return max(timeout_s, START_S) if slow else timeout_s
 
 
 def look_every_s(timeout_s: float) -> float:
-    """Return the seconds between two checks of a rank on its main thread."""
+    """Seconds between two checks of a rank on its main thread."""
     return min(LOOK_S, timeout_s / 4)
 
 
 def collective_timeout_s(timeout_s: float) -> float:
-    """Return the time-out of collectives. It names no rank, so the watch reports long before it."""
+    """Time-out of collectives. It names no rank, so the watch reports long before it."""
     return 2 * max(timeout_s, START_S) + 60.0
 
 
@@ -42,7 +42,7 @@ class Stillness:
         self._changed: dict[int, tuple[int, float]] = {}
 
     def of(self, counts: Mapping[int, int]) -> dict[int, float]:
-        """Return the seconds since each rank's count was last seen to change."""
+        """Seconds since each rank's count was last seen to change."""
         now_s = self._now()
         self._awake_s += min(now_s - self._last_s, 2 * LOOK_S)
         self._last_s = now_s

@@ -75,7 +75,7 @@ class Peers:
         return bytes(self._ask("compare_set", _ACCUSED, "", own)) == own.encode()
 
     def accused(self) -> Accused | None:
-        """Return the rank that is accused of hanging, if any."""
+        """Rank that is accused of hanging, if any."""
         if not self._ask("check", [_ACCUSED]):
             return None
         by, machine, pid = json.loads(self._ask("get", _ACCUSED))
@@ -92,12 +92,12 @@ class Peers:
 
 
 def speaker(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the rank that reports a silent store: the first that does not host it."""
+    """Rank that reports a silent store: the first that does not host it."""
     return 0 if _agent_keeps_it(environment) else 1
 
 
 def silent_store(keeper: Record, timeout_s: float, environment: Mapping[str, str] = os.environ) -> Problem:
-    """Return the problem of a silent store, hosted by ``keeper``, which is rank 0, or by torchrun's agent."""
+    """Problem of a silent store, hosted by ``keeper``, which is rank 0, or by torchrun's agent."""
     who = f"rank 0 ({keeper.host}, pid {keeper.pid}), which keeps the ranks' store,"
     if _agent_keeps_it(environment):
         address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"

@@ -37,7 +37,7 @@ class PluginGuard:
         self._assembly.registry.notify(hook, place=place, around=partial(kept, ContractError), step=step, **arguments)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of ``step`` (from 0). Raises MisbehaviourError if the schedule gives none."""
+        """Learning rate of ``step`` (from 0). Raises MisbehaviourError if the schedule gives none."""
         train = self._assembly.spec.train
         schedule = self._assembly.parts.schedule
         with self.calling(schedule, step):

@@ -49,7 +49,7 @@ class Record:
 
 
 def read_record(buffer: bytes | bytearray | memoryview) -> Record:
-    """Return the record in ``RECORD_BYTES`` bytes. A text that is written during the read may come out mixed."""
+    """Record in ``RECORD_BYTES`` bytes. A text that is written during the read may come out mixed."""
     stamps, step, slow, phase = _STAMP.unpack_from(buffer)
     beats, seen_at, waits_in = _LOOK.unpack_from(buffer, _LOOK_AT)
     pid, host, machine = _WHO.unpack_from(buffer, _WHO_AT)

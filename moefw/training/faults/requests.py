@@ -59,7 +59,7 @@ class StopRequests:
             os.close(end)
 
     def stopped(self, number: signal.Signals) -> StoppedError:
-        """Return the error for a signal that comes when there is nothing to save."""
+        """Error for a signal that comes when there is nothing to save."""
         if self._resumable():
             what = f"stopped by {number.name} before a step was done: the last checkpoint is as it was."
             return StoppedError(what, "Continue with --resume.")
@@ -84,7 +84,7 @@ class StopRequests:
         os.write(self._pipe[1], b"\0")
 
     def overdue(self) -> StoppedError | None:
-        """Return the error that would have ended the process if the main thread had answered a signal."""
+        """Error that would have ended the process if the main thread had answered a signal."""
         now_s = time.monotonic()
         late = [signal.Signals(number) for number, at_s in self._arrived if now_s - at_s > _ANSWER_S]
         if signal.SIGINT in late[1:]:

@@ -120,7 +120,7 @@ class Watch:
             self._accuse(hanging, accusation(hanging, ranks, self._timeout_s))
 
     def _met(self, own: Sequence[Seen]) -> Sequence[Seen]:
-        """Return all ranks that this one watches, by their records in the store."""
+        """All ranks that this one watches, by their records in the store."""
         place = self._place
         try:
             if self._peers is None:
@@ -144,7 +144,7 @@ class Watch:
         ]
 
     def _state(self, record: Record, silent_s: float) -> str:
-        """Return why a peer does not run; on another machine, only its silence is known."""
+        """Why a peer does not run; on another machine, only its silence is known."""
         if record.machine == self.seen.machine:
             return process_state(record.pid)
         return SILENT if silent_s > 3 * self._every_s else ""

@@ -84,7 +84,7 @@ class StepWatch:
 
     @torch.no_grad()
     def first(self) -> BadTensor | None:
-        """Return the first bad tensor on this rank, with the summed gradients checked last; None if there is none."""
+        """First bad tensor on this rank, with the summed gradients checked last; None if there is none."""
         return self._found or next(self._bad_gradients(), None)
 
     def _bad_gradients(self) -> Iterator[BadTensor]:
@@ -146,7 +146,7 @@ class StepWatch:
         self._note(order, "backward", "the gradient of ", bad_pieces(gradient, pieces))
 
     def _owner(self, name: str) -> int:
-        """Return the order of the innermost watched module that has run and holds a parameter."""
+        """Order of the innermost watched module that has run and holds a parameter."""
         while name:
             name = name.rpartition(".")[0]
             if (name, "input") in self._orders:

@@ -15,7 +15,7 @@ _COLLECTIVES: Final = "/torch/distributed/"
 
 
 def waits_in(thread: int) -> str:
-    """Return ``all_reduce of ranks 0 and 1``, or an empty string if the thread does something else.
+    """``all_reduce of ranks 0 and 1``, or an empty string if the thread does something else.
 
     Autograd runs backward on a GPU in its own threads: if ``thread`` is in backward, their frames are read.
     """
@@ -42,7 +42,7 @@ def _collective(innermost: FrameType) -> str:
 
 
 def _name(frames: list[FrameType], distributed: Any) -> str:
-    """Return the function through which torch was called, or the operation of a work that is waited for."""
+    """Function through which torch was called, or the operation of a work that is waited for."""
     code = frames[0].f_code
     if _COLLECTIVES in code.co_filename:
         same_file = takewhile(lambda frame: frame.f_code.co_filename == code.co_filename, frames)
@@ -59,7 +59,7 @@ def _name(frames: list[FrameType], distributed: Any) -> str:
 
 
 def _ranks(frame: FrameType, distributed: Any) -> list[int] | None:
-    """Return the ranks of the process group that a function was given, or that its object has."""
+    """Ranks of the process group that a function was given, or that its object has."""
     group = frame.f_locals.get("group", getattr(frame.f_locals.get("self"), "group", None))
     if group is None and "group" in frame.f_locals and _COLLECTIVES in frame.f_code.co_filename:
         group = distributed.group.WORLD  # what None means to torch's own functions

@@ -27,7 +27,7 @@ AGAIN: Final = "Record it again, with this spec."
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return the file of a step, which counts from 1 as in metrics."""
+    """File of a step, which counts from 1 as in metrics."""
     return folder / f"step-{step}.safetensors"
 
 
@@ -40,12 +40,12 @@ def drop_after(folder: Path, step: int) -> None:
 
 
 def layer_name(layer: int) -> str:
-    """Return the name of a layer's tensor."""
+    """Name of a layer's tensor."""
     return f"layer.{layer}"
 
 
 def digests(ids_NS: Tensor) -> Tensor:
-    """Return the digests of sequences ``(N, S)``, int64: ``(N, 32)``, uint8."""
+    """Digests of sequences ``(N, S)``, int64: ``(N, 32)``, uint8."""
     rows = (hashlib.sha256(ids_S.cpu().numpy().astype("<i8").tobytes()).digest() for ids_S in ids_NS)
     return torch.tensor([[*digest] for digest in rows], dtype=torch.uint8)
 
@@ -76,7 +76,7 @@ class Wanted:
         return {**{layer_name(layer): routes for layer in self.layers}, DIGESTS: ("U8", [self.sequences, 32])}
 
     def opened(self, folder: Path, step: int) -> Any:
-        """Return a step's open file. Raises DataError with each tensor that is missing, left over or another."""
+        """A step's open file. Raises DataError with each tensor that is missing, left over or another."""
         path = path_of(folder, step)
         try:
             file = safe_open(path, "pt")

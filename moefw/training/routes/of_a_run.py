@@ -28,7 +28,7 @@ class Routes:
 
     @classmethod
     def opened(cls, session: Session, start: int) -> Self:
-        """Return the routes of a run that has made ``start`` steps. Collective.
+        """Routes of a run that has made ``start`` steps. Collective.
 
         Raises DataError if a file to replay is missing or another.
         """
@@ -57,7 +57,7 @@ class Routes:
         return cls(recorder, replay)
 
     def given(self, step: int, batches: list[Batch]) -> list[Batch]:
-        """Return the micro-batches of a step (from 1), with the routes that are replayed. Collective."""
+        """Micro-batches of a step (from 1), with the routes that are replayed. Collective."""
         return batches if self.replay is None else self.replay.given(step, batches)
 
     def record(self, step: int, batches: Sequence[Batch], routes: Sequence[Mapping[int, Tensor]]) -> None:

@@ -22,7 +22,7 @@ _ELSEWHERE: Final = torch.iinfo(torch.int16).min
 
 
 def own_tokens(layout: Layout, whole_BS: Tensor) -> Tensor:
-    """Return the tokens of a micro-batch whose experts this rank chooses, flattened."""
+    """Tokens of a micro-batch whose experts this rank chooses, flattened."""
     shard = TensorParallel(layout).shard(0)
     whole_T = SequenceCut(layout).own(whole_BS).flatten(0, 1)
     return whole_T if shard is None else shard.of(whole_T)
@@ -39,7 +39,7 @@ class Recorder:
     top_k: int
 
     def gathered(self, batches: Sequence[Batch], routes: Sequence[Mapping[int, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return ``(N * S, L * K)``, int16, and ids ``(N * S)`` of the global batch on rank 0. Collective.
+        """``(N * S, L * K)``, int16, and ids ``(N * S)`` of the global batch on rank 0. Collective.
 
         ``routes``: the expert ids of this rank's tokens by layer, for each of its micro-batches. The L layers are those
         of all stages of a pipeline.
@@ -63,12 +63,12 @@ class Recorder:
         return whole, ids_T
 
     def _columns(self, by_layer: Mapping[int, Tensor], num_tokens: int) -> Tensor:
-        """Return the ids of all layers, ``(T, L * K)`` int16, with a mark for layers of other stages."""
+        """Ids of all layers, ``(T, L * K)`` int16, with a mark for layers of other stages."""
         elsewhere_TK = torch.full((num_tokens, self.top_k), _ELSEWHERE)
         return torch.cat([by_layer.get(layer, elsewhere_TK).to("cpu", torch.int16) for layer in self.layers], dim=1)
 
     def _to_first(self, own: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks on rank 0, and none elsewhere. Collective."""
+        """Tensors of all ranks on rank 0, and none elsewhere. Collective."""
         group = self.layout.host_group()
         if group is None:
             return [own]

@@ -59,7 +59,7 @@ class Replay:
             yield Problem(f"{self.folder} has no file of {in_words(missing, 'step')}: {count}.", AGAIN)
 
     def given(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
-        """Return a step's micro-batches with their routes. Collective.
+        """A step's micro-batches with their routes. Collective.
 
         Raises DataError on all ranks if an expert id is none, or if other tokens were routed.
         """

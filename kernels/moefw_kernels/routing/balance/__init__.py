@@ -27,7 +27,7 @@ def token_sums(
     mask_T: Tensor | None = None,
     z_coeff: float | None = None,
 ) -> tuple[tuple[Sums, ...], Tensor | None]:
-    """Return the sums over each of ``over``, and the z-loss of all tokens times ``z_coeff``, a scalar. T may be 0.
+    """Sums over each of ``over``, and the z-loss of all tokens times ``z_coeff``, a scalar. T may be 0.
 
     ``logits_TE`` fp32 or fp64. A token's shares are probabilities: its scores by ``choice.score`` divided by their sum.
     It chooses the ``choice.k`` best of all experts by score, whatever bias or groups limited it, and ``ids_TK`` (int64,
@@ -62,7 +62,7 @@ def token_sums(
 
 
 def switch_loss(mass_RE: Tensor, seen_RX: Tensor, k: int, coeff: float) -> Tensor:
-    """Return the load-balancing loss of each row of tokens times its valid tokens, summed, times ``coeff``: a scalar.
+    """Load-balancing loss of each row of tokens times its valid tokens, summed, times ``coeff``: a scalar.
 
     A row of N valid tokens, of which ``n_e`` choose expert e, adds ``N * E / (K N^2) * sum_e mass_e n_e`` (Switch,
     arXiv 2101.03961 eq. 4-6): 1 for each token if experts are equally loaded. ``seen_RX`` holds n and N. If rows are
@@ -76,7 +76,7 @@ def switch_loss(mass_RE: Tensor, seen_RX: Tensor, k: int, coeff: float) -> Tenso
 
 
 def z_loss(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
-    """Return the sum over valid tokens of ``logsumexp(logits)^2``; ``valid_T`` is 1 for these and 0 for others."""
+    """Sum over valid tokens of ``logsumexp(logits)^2``; ``valid_T`` is 1 for these and 0 for others."""
     z = token_sums(logits_TE, Choice(k=1), (), mask_T=valid_T, z_coeff=1.0)[1]
     assert z is not None
     return z

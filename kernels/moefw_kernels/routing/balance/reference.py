@@ -46,12 +46,12 @@ def switch_loss(mass_RE: Tensor, seen_RX: Tensor, k: int, coeff: float) -> Tenso
 
 
 def _shares(scores_TE: Tensor) -> Tensor:
-    """Return scores that sum to 1. The clamp avoids only 0 / 0: under a larger one, small scores evade the loss."""
+    """Scores that sum to 1. The clamp avoids only 0 / 0: under a larger one, small scores evade the loss."""
     return scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(torch.finfo(scores_TE.dtype).tiny)
 
 
 def _sums(shares_TE: Tensor, ids_TK: Tensor, valid_T: Tensor, rows: Rows | None) -> Sums:
-    """Return the sums over each row of tokens. ``ids_TK`` is -1 for tokens that do not count, ``valid_T`` 0."""
+    """Sums over each row of tokens. ``ids_TK`` is -1 for tokens that do not count, ``valid_T`` 0."""
     num_experts = shares_TE.shape[1]
     valid_TE = shares_TE * valid_T.unsqueeze(1)
     if rows is None:

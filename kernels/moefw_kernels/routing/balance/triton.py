@@ -55,7 +55,7 @@ def _logits(logits, t, expert, inside, num_experts):
 
 @triton.jit
 def _valid(present, t, inside):
-    """Return 1 for tokens that count, 0 for others."""
+    """1 for tokens that count, 0 for others."""
     valid = inside.to(tl.float32)
     if present is not None:
         valid = tl.load(present + t, mask=inside, other=0).to(tl.float32)
@@ -64,7 +64,7 @@ def _valid(present, t, inside):
 
 @triton.jit
 def _log_sum_exp(x, COMPILED: tl.constexpr):
-    """Return the log-sum-exp of each row, which may be infinite."""
+    """Log-sum-exp of each row, which may be infinite."""
     largest = tl.max(x, 1)
     # Infinity is not subtracted: inf - inf would be NaN.
     largest = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
@@ -73,7 +73,7 @@ def _log_sum_exp(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _piece(row_of, block, start, end, row_tokens, TOKENS: tl.constexpr):
-    """Return the row of the token at ``start`` of a block, and where its tokens stop, at ``end`` if not before.
+    """Row of the token at ``start`` of a block, and where its tokens stop, at ``end`` if not before.
 
     ``row_of``: the row of each token from the beginning of the block on, ascending; None: each row has ``row_tokens``.
     """
@@ -252,7 +252,7 @@ def _sums_backward_kernel(
 
 @triton.jit
 def _load(seen, row, expert, inside_NE, num_experts):
-    """Return each expert's share of the choices of a row, times the choices of a token."""
+    """Each expert's share of the choices of a row, times the choices of a token."""
     at = seen + row * (num_experts + 1)
     tokens = tl.load(at + num_experts, mask=inside_NE, other=1.0)
     return tl.div_rn(tl.load(at + expert, mask=inside_NE, other=0.0), tl.maximum(tokens, 1.0))
@@ -369,7 +369,7 @@ def token_sums_backward(
     grad_RE: Tensor | None,
     grad_z: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits, given those of ``mass_RE`` and of the z-loss."""
+    """Gradient of the logits, given those of ``mass_RE`` and of the z-loss."""
     tokens, experts = logits_TE.shape
     logits_TE = logits_TE.contiguous()
     grad_logits_TE = torch.empty_like(logits_TE)
@@ -397,7 +397,7 @@ def token_sums_backward(
 
 
 def _rows_of(rows: Rows | None, tokens: int) -> tuple[Tensor | None, int]:
-    """Return the row of each token and 0, or None and how many tokens each row has."""
+    """Row of each token and 0, or None and how many tokens each row has."""
     if rows is None or rows.row_T is None:
         count = 1 if rows is None else rows.count
         row_tokens = tokens // max(1, count)
@@ -427,7 +427,7 @@ def switch_loss(mass_RE: Tensor, seen_RX: Tensor, coeff: float) -> Tensor:
 
 
 def switch_loss_backward(seen_RX: Tensor, grad: Tensor, coeff: float) -> Tensor:
-    """Return the gradient of ``mass_RE``, given that of the loss."""
+    """Gradient of ``mass_RE``, given that of the loss."""
     rows = len(seen_RX)
     experts = seen_RX.shape[1] - 1
     width, tile_rows = _tile(rows, experts)
@@ -447,6 +447,6 @@ def switch_loss_backward(seen_RX: Tensor, grad: Tensor, coeff: float) -> Tensor:
 
 
 def _tile(rows: int, experts: int) -> tuple[int, int]:
-    """Return the width of a tile and the number of its rows, both powers of two."""
+    """Width of a tile and the number of its rows, both powers of two."""
     width = triton.next_power_of_2(experts)
     return width, min(triton.next_power_of_2(max(1, rows)), ROWS_TOGETHER * together(width))

@@ -23,7 +23,7 @@ class GroupedQuery(Options):
     name: ClassVar[str] = "gqa"
 
     def build(self, context: moefw.BuildContext) -> Any:
-        """Return the attention of one layer."""
+        """Attention of one layer."""
         from moefw.plugins.attention.gqa.attention import GroupedQueryAttention
 
         return GroupedQueryAttention(self, context)

@@ -92,7 +92,7 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
         self._project_out = context.region("attn_proj", self._attn_proj)
 
     def _norm(self, width: int, shard: Shard | None) -> nn.Module | None:
-        """Return the norm of queries or of keys; ``width`` is that of all heads, ``shard`` this rank's part of it."""
+        """Norm of queries or of keys; ``width`` is that of all heads, ``shard`` this rank's part of it."""
         if self.options.qk_norm == "none":
             return None
         if self.options.qk_norm == "head":
@@ -100,15 +100,15 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
         return NormAcrossHeads(width, self.options.norm_eps, shard, self.tp.group)
 
     def tables(self, batch: Batch) -> Table:
-        """Return the table of rotary positions."""
+        """Table of rotary positions."""
         return rope_table(self.options.rope, self.options.head_dim, batch)
 
     def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
-        """Return ``(t, D)`` for this rank's part of the tokens of ``batch``: B sequences of S positions."""
+        """``(t, D)`` for this rank's part of the tokens of ``batch``: B sequences of S positions."""
         return self._attended(x_tD, tables, batch, None)[0]
 
     def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
-        """Return ``(t, D)``, and rotated keys and values of all tokens, each ``(B, heads, positions, head_dim)``."""
+        """``(t, D)``, and rotated keys and values of all tokens, each ``(B, heads, positions, head_dim)``."""
         return self._attended(x_tD, tables, batch, past)
 
     def _attended(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
@@ -119,7 +119,7 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
         return out_tD, kept
 
     def _qkv(self, x_tD: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries ``(B, heads, S, head_dim)``, and keys and values of fewer heads."""
+        """Queries ``(B, heads, S, head_dim)``, and keys and values of fewer heads."""
         options = self.options
         x_TD = self.tp.gather(x_tD)
         shared = SharedInput(x_TD)  # quantized once for the three products
@@ -143,7 +143,7 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Return ``(T, heads * head_dim)``, from ``(B, heads, S, head_dim)``."""
+        """``(T, heads * head_dim)``, from ``(B, heads, S, head_dim)``."""
         out = self._attend(q, k, v, mask, sinks_H=None if self.sinks is None else self.sinks.weight)
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
 

@@ -31,7 +31,7 @@ class NormAcrossHeads(nn.Module, Named):
         self.weight = nn.Parameter(torch.empty(shard.shape((width,)) if shard else width))
 
     def forward(self, x_BSHd: Tensor) -> Tensor:
-        """Return this rank's heads, normalised, in their dtype."""
+        """This rank's heads, normalised, in their dtype."""
         x_BSw = x_BSHd.flatten(2)
         if self.shard is None:
             return rms_norm(x_BSw, self.weight, self.eps).view_as(x_BSHd)

@@ -29,11 +29,11 @@ class Options(Heads):
     sinks: bool = False
 
     def regions(self) -> tuple[str, ...]:
-        """Return the regions inside the attention."""
+        """Regions inside the attention."""
         return "qkv", "core_attn", "attn_proj"
 
     def window_at(self, layer: int) -> int | None:
-        """Return the window of a layer."""
+        """Window of a layer."""
         return None if layer in self.full_layers else self.window
 
     def check(self, site: Site) -> Sequence[Iterator[moefw.Problem]]:

@@ -23,7 +23,7 @@ class Latent(Options):
     name: ClassVar[str] = "mla"
 
     def build(self, context: moefw.BuildContext) -> Any:
-        """Return the attention of one layer."""
+        """Attention of one layer."""
         from moefw.plugins.attention.mla.attention import LatentAttention
 
         return LatentAttention(self, context)

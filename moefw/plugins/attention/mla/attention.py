@@ -56,17 +56,17 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         self._project_out = context.region("attn_proj", self._attn_proj)
 
     def tables(self, batch: Batch) -> Table:
-        """Return the table of rotary positions."""
+        """Table of rotary positions."""
         return rope_table(self.options.rope, self.options.rope_dim, batch)
 
     def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
-        """Return ``(t, D)`` for this rank's part of the tokens of ``batch``: B sequences of S positions."""
+        """``(t, D)`` for this rank's part of the tokens of ``batch``: B sequences of S positions."""
         q, k, v = self._up(*self._down(x_tD, batch), tables, batch)
         out_tD: Tensor = self._project_out(self._core(q, k, v, Mask.of(batch)), batch)
         return out_tD
 
     def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
-        """Return ``(t, D)``, and latents ``(B, positions, kv_rank)`` and rotated shared keys of all tokens.
+        """``(t, D)``, and latents ``(B, positions, kv_rank)`` and rotated shared keys of all tokens.
 
         The heads of all tokens are made of these latents again.
         """
@@ -89,12 +89,12 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         return self.tp.gather(q_t), self.tp.gather(kv_t)
 
     def _mla_up_proj(self, q_T: Tensor, kv_T: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys ``(B, heads, S, nope_dim + rope_dim)``, and values ``(B, heads, S, v_dim)``."""
+        """Queries and keys ``(B, heads, S, nope_dim + rope_dim)``, and values ``(B, heads, S, v_dim)``."""
         q = self._queries(q_T, table, batch)
         return q, *self._keys_and_values(self._latents(kv_T, table, batch), batch.rows)
 
     def _queries(self, q_T: Tensor, table: Table, batch: Batch) -> Tensor:
-        """Return queries ``(B, heads, S, nope_dim + rope_dim)``."""
+        """Queries ``(B, heads, S, nope_dim + rope_dim)``."""
         options = self.options
         rows = batch.rows
         q_T = self.q_b_proj(self.q_a_norm(q_T), rows) if self.q_proj is None else self.q_proj(q_T, rows)
@@ -103,14 +103,14 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         return torch.cat([q_nope, rotate(q_rope, table, options.rope)], -1).transpose(1, 2)
 
     def _latents(self, kv_T: Tensor, table: Table, batch: Batch) -> Kept:
-        """Return latents ``(B, S, kv_rank)``, normalised, and keys ``(B, S, rope_dim)``, rotated."""
+        """Latents ``(B, S, kv_rank)``, normalised, and keys ``(B, S, rope_dim)``, rotated."""
         options = self.options
         latent_T, k_rope_T = kv_T.split([options.kv_rank, options.rope_dim], -1)
         k_rope = rotate(in_heads(k_rope_T, batch, options.rope_dim), table, options.rope)
         return self.kv_a_norm(latent_T).view(*batch.ids_BS.shape, options.kv_rank), k_rope.squeeze(2)
 
     def _keys_and_values(self, kept: Kept, rows: RowGroups | None) -> tuple[Tensor, Tensor]:
-        """Return keys ``(B, heads, S, nope_dim + rope_dim)`` and values ``(B, heads, S, v_dim)``."""
+        """Keys ``(B, heads, S, nope_dim + rope_dim)`` and values ``(B, heads, S, v_dim)``."""
         latent_BSr, k_rope_BSd = kept
         options = self.options
         width = options.nope_dim + options.v_dim
@@ -122,7 +122,7 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         return torch.cat([k_nope, k_rope], -1).transpose(1, 2), v.transpose(1, 2)
 
     def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Return ``(T, heads * v_dim)``."""
+        """``(T, heads * v_dim)``."""
         out = self._attend(q, k, v, mask, scale=self.options.scale)
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
 

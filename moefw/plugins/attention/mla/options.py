@@ -32,7 +32,7 @@ class Options(Heads):
         return float((self.nope_dim + self.rope_dim) ** -0.5 * self.rope.score_factor)
 
     def regions(self) -> tuple[str, ...]:
-        """Return the regions inside the attention."""
+        """Regions inside the attention."""
         return "mla_down_proj", "mla_up_proj", "core_attn", "attn_proj"
 
     def check(self, site: Site) -> Sequence[Iterator[moefw.Problem]]:

@@ -28,7 +28,7 @@ class AllGatherKV(ContextParallelPlugin):
         yield from core_need(site, "sdpa", reason="its backward gives the kernel the log-sum-exp of all keys")
 
     def build(self, context: moefw.BuildContext) -> Any:
-        """Return the core of the attention of one layer."""
+        """Core of the attention of one layer."""
         from moefw.plugins.context_parallel.allgather_kv.attention import AllGatherKVAttention
 
         return AllGatherKVAttention(context.layout)

@@ -35,7 +35,7 @@ class Ulysses(ContextParallelPlugin):
             )
 
     def build(self, context: moefw.BuildContext) -> Any:
-        """Return the core of the attention of one layer."""
+        """Core of the attention of one layer."""
         from moefw.plugins.context_parallel.ulysses.attention import UlyssesAttention
 
         return UlyssesAttention(context.layout)

@@ -34,7 +34,7 @@ class UlyssesAttention(moefw.ContextAttention):
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Return ``out_BHSe`` of this rank's queries."""
+        """``out_BHSe`` of this rank's queries."""
         copies = self._copies(q_BHSd.shape[1], k_BGSd.shape[1])
         if copies > 1:
             k_BGSd = k_BGSd.repeat_interleave(copies, 1)
@@ -53,7 +53,7 @@ class UlyssesAttention(moefw.ContextAttention):
         return out_BHSe
 
     def _copies(self, heads: int, groups: int) -> int:
-        """Return how often each head of keys is copied, so that each rank gets as many, and those of its queries.
+        """How often each head of keys is copied, so that each rank gets as many, and those of its queries.
 
         As few copies as make their number a multiple of cp, unless queries would then share them unevenly: then one
         for each query.
@@ -62,7 +62,7 @@ class UlyssesAttention(moefw.ContextAttention):
         return copies if heads % (groups * copies) == 0 else heads // groups
 
     def _heads_by_rank(self, x_BHSd: Tensor) -> Tensor:
-        """Return heads ``(cp, B, H / cp, S, d)``."""
+        """Heads ``(cp, B, H / cp, S, d)``."""
         by_rank: Tensor = x_BHSd.unflatten(1, (self.cut.size, -1)).movedim(1, 0)
         return by_rank
 

@@ -21,7 +21,7 @@ class AllGather(SendsRows):
     name: ClassVar[str] = "allgather"
 
     def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher of this process."""
+        """Dispatcher of this process."""
         from moefw.plugins.dispatchers.allgather.dispatcher import AllGatherDispatcher
 
         return AllGatherDispatcher(experts, **self.settled(context))

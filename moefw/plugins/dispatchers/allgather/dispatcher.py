@@ -71,7 +71,7 @@ class AllGatherDispatcher(Dispatcher):
         return DispatchPlan(detail=_Gathered(len(ids_TK), longest, arrival))
 
     def _gather_sizes(self, ids_TK: Tensor, capacity: int) -> list[tuple[int, int, list[int]]]:
-        """Return each rank's number of tokens, its capacity, and its number of choices of each expert."""
+        """Each rank's number of tokens, its capacity, and its number of choices of each expert."""
         counts_E = count_ids(ids_TK, self.experts.num_experts).int()
         # (E) -> (2 + E) -> (P, 2 + E)
         own = F.pad(F.pad(counts_E, (1, 0), value=capacity), (1, 0), value=len(ids_TK))
@@ -81,7 +81,7 @@ class AllGatherDispatcher(Dispatcher):
         return [(line[0], line[1], line[2:]) for line in lines]
 
     def _gather_ids(self, ids_TK: Tensor, longest: int) -> Tensor:
-        """Return the choices of all ranks, padded to the longest rank, ``(P * M, K)``. Padding has no experts, -1."""
+        """Choices of all ranks, padded to the longest rank, ``(P * M, K)``. Padding has no experts, -1."""
         mine_MK = F.pad(ids_TK.to(torch.int32), (0, 0, 0, longest - len(ids_TK)), value=-1)
         gathered = mine_MK.new_empty(self.experts.size * longest, ids_TK.shape[1])
         all_gather(gathered, mine_MK, group=self.experts.group)

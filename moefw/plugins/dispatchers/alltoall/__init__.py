@@ -33,7 +33,7 @@ class AllToAll(SetsBudget):
     max_tokens: int | None = field(default=None, validator=optional(gt(0)))
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
-        """Return also the problem of ``max_tokens`` without a budget."""
+        """Also the problem of ``max_tokens`` without a budget."""
         problems = [*super().check(site)]
         if self.max_tokens is not None and self.rank_capacity is None:
             problems.append(
@@ -46,11 +46,11 @@ class AllToAll(SetsBudget):
         return problems
 
     def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
-        """Return the dispatcher of a process that holds all experts, with its budget for ``max_tokens``."""
+        """Dispatcher of a process that holds all experts, with its budget for ``max_tokens``."""
         return super().alone(context, max_tokens=self.max_tokens, **more)
 
     def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher of this process."""
+        """Dispatcher of this process."""
         from moefw.plugins.dispatchers.alltoall.dispatcher import AllToAllDispatcher
         from moefw.plugins.dispatchers.alltoall.static import Limit
 

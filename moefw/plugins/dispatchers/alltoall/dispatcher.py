@@ -80,12 +80,12 @@ class AllToAllDispatcher(Dispatcher):
         return DispatchPlan(detail=self._metadata(choices, rows_to_Pe, rows_from_Pe, capacity))
 
     def _share(self, counts_E: Sequence[int], rank: int) -> Sequence[int]:
-        """Return the counts of the experts of ``rank``, given those of all experts."""
+        """Counts of the experts of ``rank``, given those of all experts."""
         first = rank // self.experts.etp * self.experts.local_experts
         return counts_E[first : first + self.experts.local_experts]
 
     def _exchange_counts(self, counts_E: Tensor, capacity: int) -> tuple[Counts, Counts, int]:
-        """Return the rows for each (rank, local expert), sent and received, and the sum of all capacities.
+        """Rows for each (rank, local expert), sent and received, and the sum of all capacities.
 
         A line goes to each rank: the rows for each of its experts, and this rank's capacity. The host waits once.
         """
@@ -99,7 +99,7 @@ class AllToAllDispatcher(Dispatcher):
         return rows_to_Pe, rows_from_Pe, sum(line[-1] for line in lines_from)
 
     def _metadata(self, choices: Sorted, rows_to_Pe: Counts, rows_from_Pe: Counts, capacity: int) -> Metadata:
-        """Return the metadata. Rows travel between ranks of the same part, which then share them with other parts."""
+        """Metadata. Rows travel between ranks of the same part, which then share them with other parts."""
         experts = self.experts
         etp = experts.etp
         part = experts.rank % etp

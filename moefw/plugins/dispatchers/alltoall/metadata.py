@@ -30,7 +30,7 @@ class Parts:
 
     @classmethod
     def of(cls, experts: ExpertGroup, rows_from: Sequence[int]) -> Parts:
-        """Return the hop, given the number of rows that each rank sends for this rank's experts."""
+        """Hop, given the number of rows that each rank sends for this rank's experts."""
         etp = experts.etp
         part = experts.rank % etp
         first = experts.rank - part
@@ -44,13 +44,13 @@ class Parts:
         return cls(experts.group, etp, sent, received)
 
     def share(self, rows: Sequence[Tensor], codec: Codec | None) -> tuple[Tensor, ...]:
-        """Return the rows that arrived at each part, in order of parts. Differentiable."""
+        """Rows that arrived at each part, in order of parts. Differentiable."""
         # A copy for each part, of all rows that landed here.
         copies = [tensor.repeat(self.etp, *[1] * (tensor.dim() - 1)) for tensor in rows]
         return finish(exchange(copies, self.sent, self.received, self.group, codec=codec))
 
     def add_up(self, rows_ND: Tensor) -> Tensor:
-        """Return the rows that arrived here, summed over the parts. Differentiable."""
+        """Rows that arrived here, summed over the parts. Differentiable."""
         (copies,) = finish(exchange([rows_ND], self.received, self.sent, self.group))
         # (etp * N, D) -> (N, D)
         return copies.view(self.etp, -1, *rows_ND.shape[1:]).sum(0)
@@ -72,14 +72,14 @@ class Metadata:
     stats: Mapping[str, Tensor] = field(default_factory=dict)
 
     def regroup(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return received rows and their weights in groups. Differentiable."""
+        """Received rows and their weights in groups. Differentiable."""
         groups = self.groups
         if isinstance(groups, Arrival):
             return groups.expand(rows_ND, weights_N)
         return groups.regroup(rows_ND, weights_N)
 
     def restore(self, rows_RD: Tensor) -> Tensor:
-        """Return grouped rows in the order in which they arrived. Differentiable."""
+        """Grouped rows in the order in which they arrived. Differentiable."""
         groups = self.groups
         if isinstance(groups, Arrival):
             return groups.reduce(rows_RD)

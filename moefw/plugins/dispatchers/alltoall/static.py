@@ -30,7 +30,7 @@ class Limit:
 
 
 def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment: int, counts_on_host: bool) -> Metadata:
-    """Return the metadata of a movement within a budget. Collective.
+    """Metadata of a movement within a budget. Collective.
 
     A pair of ranks has room for an equal part of the budget. Rows beyond it stay where they are, and rows beyond the
     budget of a rank are left out where they arrive. Both count as overflow of the rank that they are for. The host
@@ -77,7 +77,7 @@ def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment:
 
 
 def _arriving_counts(lines_from: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Return how many rows arrive for each local expert, given each rank's line: its rows for each, and its tokens."""
+    """How many rows arrive for each local expert, given each rank's line: its rows for each, and its tokens."""
     rows_from_Pe = [line[:-1] for line in lines_from]
     ends_Pe = np.minimum(np.cumsum(rows_from_Pe, 1), room)
     counts: list[int] = np.diff(ends_Pe, axis=1, prepend=0).sum(0).tolist()
@@ -85,7 +85,7 @@ def _arriving_counts(lines_from: Sequence[Sequence[int]], room: int) -> list[int
 
 
 def _arriving(experts: ExpertGroup, rows_from_Pe: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """Return the local expert of each row that arrives, and its source rank, both ``(P * room)``.
+    """Local expert of each row that arrives, and its source rank, both ``(P * room)``.
 
     Behind the last row of a source the expert is ``e``, which is none. ``rows_from_Pe``: the rows that each rank has
     for each local expert. Rows arrive by part, then by rank.

@@ -35,11 +35,11 @@ class DeepEP(CallsLibrary):
     grouped: bool = False
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the offers: rows that the library groups come in another order each time."""
+        """Offers: rows that the library groups come in another order each time."""
         return {**super().offers(site), "repeats": not self.grouped}
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
-        """Return also the problem of ``grouped`` without the library."""
+        """Also the problem of ``grouped`` without the library."""
         problems = [*super().check(site)]
         if self.grouped and self.backend == "torch":
             problems.append(
@@ -52,7 +52,7 @@ class DeepEP(CallsLibrary):
         return problems
 
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return a problem if no buffer supports the layer, or not the one that groups rows."""
+        """Problem if no buffer supports the layer, or not the one that groups rows."""
         sizes = site.layout.sizes
         shape = Shape.of(site.dims, ep=sizes["ep"], etp=sizes["etp"])
         if self.grouped:
@@ -60,7 +60,7 @@ class DeepEP(CallsLibrary):
         return limits(shape, max_tokens=self.max_tokens)
 
     def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher of this process.
+        """Dispatcher of this process.
 
         Raises PlanError where the library is missing or does not support the layer.
         """

@@ -40,7 +40,7 @@ class Elastic(Wire):
         )
 
     def dispatched(self, x_TD: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Any, EventWork]:
-        """Return rows, ids, weights, handle and work of a dispatch. ``options`` are those of the library.
+        """Rows, ids, weights, handle and work of a dispatch. ``options`` are those of the library.
 
         Raises ContractError where this rank has more tokens than the buffer was created for.
         """

@@ -41,7 +41,7 @@ class GroupedWire(Elastic):
 
 
 def in_groups(handle: Any, choices: Choices) -> Expansion:
-    """Return the expansion of grouped rows: none, or padding to a capacity. The host knows the sizes already."""
+    """Expansion of grouped rows: none, or padding to a capacity. The host knows the sizes already."""
     sizes = handle.num_recv_tokens_per_expert_list
     counts_e = handle.num_unaligned_recv_tokens_per_expert
     if choices.capacity:
@@ -53,7 +53,7 @@ def in_groups(handle: Any, choices: Choices) -> Expansion:
 
 
 def _aligned(ends_e: Tensor, alignment: int) -> Tensor:
-    """Return where groups end, given where their valid rows end. Each group begins at a multiple of ``alignment``."""
+    """Where groups end, given where their valid rows end. Each group begins at a multiple of ``alignment``."""
     if alignment == 1:
         return ends_e
     return (ends_e + (alignment - 1)) // alignment * alignment

@@ -35,7 +35,7 @@ def build(
     max_tokens: int | None = None,
     grouped: bool = False,
 ) -> Dispatcher:
-    """Return the dispatcher of this process over the buffer that all its layers share.
+    """Dispatcher of this process over the buffer that all its layers share.
 
     ``grouped``: the library groups rows by expert, in its own order.
 
@@ -101,7 +101,7 @@ class LibraryDeepEP(Dispatcher):
         return DispatchPlan(detail=choices)
 
     def _sum_over_ranks(self, capacity: int, device: torch.device) -> int:
-        """Return the sum of the ranks' capacities. The host waits."""
+        """Sum of the ranks' capacities. The host waits."""
         on_device = torch.full((), capacity, device=device)
         dist.all_reduce(on_device, group=self.experts.group)
         total: int = on_host(on_device)[0]
@@ -136,7 +136,7 @@ class LibraryDeepEP(Dispatcher):
         )
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor) -> list[Tensor]:
-        """Return tokens and weights as the library takes them: a weight for each part of an expert, ``(T, K * etp)``.
+        """Tokens and weights as the library takes them: a weight for each part of an expert, ``(T, K * etp)``.
 
         Raises ContractError for tokens that are not bf16.
         """

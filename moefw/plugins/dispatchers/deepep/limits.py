@@ -45,7 +45,7 @@ class Shape:
 
     @classmethod
     def of(cls, dims: Dims, *, ep: int, etp: int) -> Shape:
-        """Return the shape of a layer whose experts are spread over ep x etp ranks."""
+        """Shape of a layer whose experts are spread over ep x etp ranks."""
         return cls(model_dim=dims.model_dim, top_k=dims.top_k * etp, num_experts=dims.num_experts * etp, ranks=ep * etp)
 
     @property
@@ -55,7 +55,7 @@ class Shape:
 
 
 def buffer_limits(shape: Shape) -> list[str]:
-    """Return the reasons why ``Buffer`` (V1) does not support a layer; empty if it does."""
+    """Reasons why ``Buffer`` (V1) does not support a layer; empty if it does."""
     reasons = _top_k(shape)
     if shape.ranks not in BUFFER_RANKS:
         reasons.append(f"it runs on {', '.join(map(str, BUFFER_RANKS))} ranks, not {shape.ranks}")
@@ -86,7 +86,7 @@ def buffer_limits(shape: Shape) -> list[str]:
 
 
 def elastic_limits(shape: Shape, *, max_tokens: int | None) -> list[str]:
-    """Return the reasons why ``ElasticBuffer`` (V2) does not support a layer; empty if it does."""
+    """Reasons why ``ElasticBuffer`` (V2) does not support a layer; empty if it does."""
     reasons = _top_k(shape)
     if shape.model_dim % ELASTIC_DIM_MULTIPLE:
         reasons.append(f"combine wants model.dim to be a multiple of {ELASTIC_DIM_MULTIPLE}, not {shape.model_dim}")
@@ -102,7 +102,7 @@ def elastic_limits(shape: Shape, *, max_tokens: int | None) -> list[str]:
 
 
 def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem]:
-    """Return a problem if neither buffer of the library supports a layer."""
+    """Problem if neither buffer of the library supports a layer."""
     if shape.ranks == 1:
         return []
     buffer = buffer_limits(shape)
@@ -120,7 +120,7 @@ def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem
 
 
 def grouped_limits(shape: Shape, *, max_tokens: int | None) -> list[moefw.Problem]:
-    """Return a problem if ``ElasticBuffer``, which alone groups rows by expert, does not support a layer."""
+    """Problem if ``ElasticBuffer``, which alone groups rows by expert, does not support a layer."""
     if shape.ranks == 1:
         return []
     reasons = elastic_limits(shape, max_tokens=max_tokens)
@@ -137,7 +137,7 @@ def grouped_limits(shape: Shape, *, max_tokens: int | None) -> list[moefw.Proble
 
 
 def _top_k(shape: Shape) -> list[str]:
-    """Return the reason why neither buffer supports a layer's top-k; empty if both do."""
+    """Reason why neither buffer supports a layer's top-k; empty if both do."""
     if shape.top_k <= MAX_TOP_K:
         return []
     return [f"a warp's lane holds a choice: top-k (times etp) is at most {MAX_TOP_K}, not {shape.top_k}"]

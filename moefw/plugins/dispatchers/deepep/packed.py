@@ -28,10 +28,10 @@ class PaddedRows:
         self.row_bytes = codec.row_bytes + 2 * self._extra
 
     def pack(self, rows_ND: Tensor) -> Tensor:
-        """Return the packed rows ``(N, row_bytes / 2)``."""
+        """Packed rows ``(N, row_bytes / 2)``."""
         packed = self._codec.pack(rows_ND)
         return F.pad(packed, (0, self._extra)) if self._extra else packed
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows ``(N, D)`` in ``dtype``."""
+        """Rows ``(N, D)`` in ``dtype``."""
         return self._codec.unpack(packed[:, : packed.shape[1] - self._extra], dtype)

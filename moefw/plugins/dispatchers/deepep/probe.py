@@ -38,7 +38,7 @@ def library() -> Any:
 
 
 def choose(module: Any, shape: Shape, *, max_tokens: int | None, grouped: bool = False) -> str:
-    """Return the name of the class to use. Raises PlanError where no class of the module supports the layer."""
+    """Name of the class to use. Raises PlanError where no class of the module supports the layer."""
     # The reasons against each class, in order of preference.
     reasons = {} if grouped else {"Buffer": buffer_limits(shape)}
     reasons["ElasticBuffer"] = elastic_limits(shape, max_tokens=max_tokens)
@@ -53,7 +53,7 @@ def choose(module: Any, shape: Shape, *, max_tokens: int | None, grouped: bool =
 
 
 def _missing(buffer_class: Any, name: str, *, grouped: bool) -> list[str]:
-    """Return what the installed module lacks: the class, methods of it, or arguments of its ``dispatch``."""
+    """What the installed module lacks: the class, methods of it, or arguments of its ``dispatch``."""
     if buffer_class is None:
         return [name]
     missing = [method for method in NEEDED[name] if not hasattr(buffer_class, method)]
@@ -64,7 +64,7 @@ def _missing(buffer_class: Any, name: str, *, grouped: bool) -> list[str]:
 
 
 def open_wire(experts: ExpertGroup, shape: Shape, *, max_tokens: int | None = None, grouped: bool = False) -> Wire:
-    """Return an open buffer over a group. Collective over its ranks. Raises PlanError where none can be opened."""
+    """Open buffer over a group. Collective over its ranks. Raises PlanError where none can be opened."""
     from moefw.plugins.dispatchers.deepep.buffer import BufferWire
     from moefw.plugins.dispatchers.deepep.elastic import ElasticWire
     from moefw.plugins.dispatchers.deepep.grouped import GroupedWire

@@ -78,7 +78,7 @@ class Arrived:
 
 
 def in_order(ids_NK: Tensor, counts: Sequence[int], choices: Choices) -> Expansion:
-    """Return the expansion of one row for each token that reached this rank, in order (source rank, token).
+    """Expansion of one row for each token that reached this rank, in order (source rank, token).
 
     ``ids_NK`` are numbers of this rank's experts, -1 for choices of other ranks, whose weights are undefined.
     ``counts`` are the rows of each of them, for which the library has waited.

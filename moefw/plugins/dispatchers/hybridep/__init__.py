@@ -35,18 +35,18 @@ class HybridEP(CallsLibrary, SetsBudget):
     install: ClassVar[str] = INSTALL
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return also that the library keeps the counts of a budget on the device."""
+        """Also that the library keeps the counts of a budget on the device."""
         offers = super().offers(site)
         if self.backend == "library" and self.rank_capacity:
             return {**offers, "counts": ("device",)}
         return offers
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
-        """Return also the problem of uneven nodes."""
+        """Also the problem of uneven nodes."""
         return [*super().check(site), *self._uneven(site.layout, site.ranks_per_node)]
 
     def _uneven(self, layout: LayoutPlan, node_ranks: int | None) -> list[moefw.Problem]:
-        """Return a problem where an expert-parallel group is spread unevenly over nodes of ``node_ranks`` ranks."""
+        """Problem where an expert-parallel group is spread unevenly over nodes of ``node_ranks`` ranks."""
         if node_ranks is None:
             return []
         groups = {layout.group(rank, ("ep", "etp")) for rank in range(layout.world)}
@@ -57,7 +57,7 @@ class HybridEP(CallsLibrary, SetsBudget):
         return []
 
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return the problems of the layer and, if the spec gives it, of its ranks per node. Empty for uneven nodes."""
+        """Problems of the layer and, if the spec gives it, of its ranks per node. Empty for uneven nodes."""
         if self._uneven(site.layout, site.ranks_per_node):
             return []
         group = site.layout.group(0, ("ep", "etp"))
@@ -73,7 +73,7 @@ class HybridEP(CallsLibrary, SetsBudget):
         return limits(shape, max_tokens=self.max_tokens)
 
     def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher of this process. Raises PlanError where nodes hold unequal numbers of its ranks."""
+        """Dispatcher of this process. Raises PlanError where nodes hold unequal numbers of its ranks."""
         from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 
         problem = uneven_nodes(experts.nodes)

@@ -45,12 +45,12 @@ class Hop:
         return exchange(tensors, self.sent, self.received, group, codec=codec, rows=self.rows, detail=detail)
 
     def send_ids(self, ids_NK: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Return the expert ids of the rows that arrive."""
+        """Expert ids of the rows that arrive."""
         ids = ids_NK.index_select(0, self.rows.token_R).to(torch.int32)
         return exchange_now(ids, self.sent, self.received, group).long()
 
     def add_up(self, rows_ND: Tensor) -> Tensor:
-        """Return the sum of each token's returned rows. Differentiable."""
+        """Sum of each token's returned rows. Differentiable."""
         return gather_sum(rows_ND, self.rows)
 
 
@@ -82,7 +82,7 @@ class Hops:
 
 
 def plan_hops(experts: ExpertGroup, node_size: int, ids_TK: Tensor, own: Agreed) -> Hops:
-    """Return the hops of the choices of all ranks, and the ids that arrive. The host waits once. Collective.
+    """Hops of the choices of all ranks, and the ids that arrive. The host waits once. Collective.
 
     A token for another node arrives there at the rank with the sender's position. The numbers of rows of both hops are
     exchanged first, all on the device. Rows of the second hop are in order (source node, token).
@@ -137,7 +137,7 @@ def plan_hops(experts: ExpertGroup, node_size: int, ids_TK: Tensor, own: Agreed)
 
 
 def _hop(experts: ExpertGroup, peers: slice, destinations: Sorted, sent: Splits, received: Splits) -> Hop:
-    """Return a hop to ``peers``, given each token's destinations, and the rows to and from each of them."""
+    """Hop to ``peers``, given each token's destinations, and the rows to and from each of them."""
     return Hop(
         rows=destinations.slots(sum(sent)).rows,
         sent=_spread(experts, peers, sent),
@@ -152,7 +152,7 @@ def _exchange(experts: ExpertGroup, peers: slice, lines: Tensor) -> Tensor:
 
 
 def _spread(experts: ExpertGroup, peers: slice, rows: Splits) -> list[int]:
-    """Return the rows to or from each rank of the group, given those of ``peers``."""
+    """Rows to or from each rank of the group, given those of ``peers``."""
     splits = [0] * experts.size
     splits[peers] = rows
     return splits

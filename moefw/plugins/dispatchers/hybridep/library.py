@@ -34,7 +34,7 @@ Moved = tuple[list[Tensor], list[Work]]
 def build(
     experts: ExpertGroup, context: moefw.BuildContext, *, budget: Budget | None = None, max_tokens: int | None = None
 ) -> Dispatcher:
-    """Return the dispatcher of this process over the buffer that all its layers share.
+    """Dispatcher of this process over the buffer that all its layers share.
 
     Raises PlanError where the library is missing or does not support the layer.
     """
@@ -153,7 +153,7 @@ class LibraryHybridEP(Dispatcher):
         return DispatchPlan(detail=choices)
 
     def _agree(self, num_tokens: int, capacity: int | None, device: torch.device) -> tuple[int, int]:
-        """Return the most tokens that a rank has, and the sum of all capacities.
+        """Most tokens that a rank has, and the sum of all capacities.
 
         A rank without tokens has a capacity of 0, not None: either all ranks have a capacity or none has.
         """
@@ -167,7 +167,7 @@ class LibraryHybridEP(Dispatcher):
         return max(lengths), sum(capacities)
 
     def _choosing_rows(self, routing_TE: Tensor) -> Tensor:
-        """Return the number of rows, over all ranks, that choose this rank's experts. Stays on the device."""
+        """Number of rows, over all ranks, that choose this rank's experts. Stays on the device."""
         ones = [1] * self.experts.size
         sent_Pe = routing_TE.sum(0).view(self.experts.size, self.experts.local_experts)
         return exchange_now(sent_Pe, ones, ones, self.experts.group).sum()
@@ -204,7 +204,7 @@ class LibraryHybridEP(Dispatcher):
         )
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor, choices: _Choices) -> list[Tensor]:
-        """Return tokens padded to the same number on every rank, and their weights with one column per expert.
+        """Tokens padded to the same number on every rank, and their weights with one column per expert.
 
         Raises ContractError for tokens that are not bf16.
         """
@@ -238,14 +238,14 @@ class LibraryHybridEP(Dispatcher):
         return self.wire.send_back(sent[0], weights_R, metadata.handle, alignment=choices.alignment), []
 
     def _groups(self, landed: Landed, choices: _Choices) -> Groups | None:
-        """Return how groups are padded to their capacity; None without one: the library has padded them."""
+        """How groups are padded to their capacity; None without one: the library has padded them."""
         if not choices.capacity:
             return None
         sizes = landed.sizes_e.tolist()
         return group_chunks([sizes], self.row_alignment, landed.rows_RD.device, capacity=choices.capacity)
 
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
-        """Return the rows as they arrived, padded to a capacity if there is one."""
+        """Rows as they arrived, padded to a capacity if there is one."""
         trip: _Trip = pending.detail
         choices: _Choices = trip.plan.detail
         rows_RD, weights_R = finish(pending)
@@ -266,7 +266,7 @@ class LibraryHybridEP(Dispatcher):
         return batch, handle
 
     def _stats(self, handle: tuple[Any, ...], choices: _Choices) -> dict[str, Tensor]:
-        """Return the statistics of a budget. Empty without a budget."""
+        """Statistics of a budget. Empty without a budget."""
         if choices.budget is None:
             return {}
         if choices.choosing_rows is not None:

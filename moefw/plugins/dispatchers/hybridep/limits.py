@@ -40,7 +40,7 @@ class Shape:
 
 
 def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem]:
-    """Return a problem if the library does not support a layer."""
+    """Problem if the library does not support a layer."""
     if shape.ranks == 1:
         return []
     reasons = []
@@ -62,7 +62,7 @@ def limits(shape: Shape, *, max_tokens: int | None = None) -> list[moefw.Problem
 
 
 def _node_limits(shape: Shape, node_ranks: int, max_tokens: int | None) -> list[str]:
-    """Return the reasons why the library does not support a layer on NVLink domains of ``node_ranks``."""
+    """Reasons why the library does not support a layer on NVLink domains of ``node_ranks``."""
     reasons = []
     if node_ranks > MAX_NODE_RANKS:
         reasons.append(f"an NVLink domain has at most {MAX_NODE_RANKS} ranks, not {node_ranks}")
@@ -77,12 +77,12 @@ def _node_limits(shape: Shape, node_ranks: int, max_tokens: int | None) -> list[
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int:
-    """Return the number of the group's ranks on each node, given the node of each rank."""
+    """Number of the group's ranks on each node, given the node of each rank."""
     return nodes.count(nodes[0])
 
 
 def uneven_nodes(nodes: Sequence[int]) -> moefw.Problem | None:
-    """Return a problem if nodes hold unequal numbers of the group's ranks, or a node's ranks are not consecutive."""
+    """Problem if nodes hold unequal numbers of the group's ranks, or a node's ranks are not consecutive."""
     node_ranks = ranks_per_node(nodes)
     runs = [nodes[first : first + node_ranks] for first in range(0, len(nodes), node_ranks)]
     is_even = all(len(run) == node_ranks and len(set(run)) == 1 for run in runs)

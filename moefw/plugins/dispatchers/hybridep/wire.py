@@ -82,7 +82,7 @@ class HybridWire:
     def send_back(
         self, rows_RD: Tensor, weights_R: Tensor | None, handle: tuple[Any, ...], *, alignment: int
     ) -> list[Tensor]:
-        """Return sums by token, and each token's weights by expert if ``weights_R`` is given."""
+        """Sums by token, and each token's weights by expert if ``weights_R`` is given."""
         out_TD, probs_TE = self.buffer.combine_with_unpermute(
             hidden=rows_RD, probs=weights_R, handle=handle, pad_multiple=alignment
         )

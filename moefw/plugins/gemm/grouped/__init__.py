@@ -28,7 +28,7 @@ class Grouped(GemmPlugin):
     pad_rows: int = field(default=1, validator=ge(1))
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the offers. The activation is always recomputed from the pre-activation, which ``expert_fc2`` saves.
+        """Offers. The activation is always recomputed from the pre-activation, which ``expert_fc2`` saves.
 
         Saved two-dimensional tensors hold rows, under a budget the static number of them.
         """
@@ -44,7 +44,7 @@ class Grouped(GemmPlugin):
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the needs: contiguous groups of any size, or aligned to ``pad_rows``; even shares of experts."""
+        """Needs: contiguous groups of any size, or aligned to ``pad_rows``; even shares of experts."""
         needs = [
             moefw.need("rows", ("ragged", "padded", "static"), reason="grouped_mm takes groups that lie end to end"),
             moefw.need(
@@ -68,7 +68,7 @@ class Grouped(GemmPlugin):
         return needs
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return a problem for each size that puts rows of an operand off 16-byte boundaries."""
+        """Problem for each size that puts rows of an operand off 16-byte boundaries."""
         sizes = {"model.dim": site.dims.model_dim, "model.expert_dim": site.dims.expert_dim}
         return [
             moefw.Problem(
@@ -80,7 +80,7 @@ class Grouped(GemmPlugin):
         ]
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
-        """Return the experts of one layer on this rank."""
+        """Experts of one layer on this rank."""
         from moefw.plugins.gemm.grouped.experts import GroupedExperts
 
         return GroupedExperts(context)

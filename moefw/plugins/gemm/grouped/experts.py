@@ -55,20 +55,20 @@ class GroupedExperts(nn.Module, ExpertGemm):
         self._fc2 = context.region("expert_fc2", self._activate_and_project_out)
 
     def forward(self, batch: ExpertBatch) -> Tensor:
-        """Return ``rows_RD``."""
+        """``rows_RD``."""
         h_RH = self._fc1(batch.rows_RD, batch.offsets_e, batch.keys_R, batch.counts_host)
         rows_RD: Tensor = self._fc2(h_RH, batch.row_weights_R, batch.offsets_e, batch.keys_R, batch.counts_host)
         return rows_RD
 
     def _project_in(self, x_RD: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes) -> Tensor:
-        """Return the pre-activation ``(R, 2F)``: gate, then up."""
+        """Pre-activation ``(R, 2F)``: gate, then up."""
         h_RH: Tensor = _In.apply(self.into, x_RD, ends_e, keys_R, sizes, self.gate_up)  # type: ignore[no-untyped-call]
         return h_RH if self.gate_up_bias is None else add_group_bias(h_RH, self.gate_up_bias, ends_e)
 
     def _activate_and_project_out(
         self, h_RH: Tensor, weights_R: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes
     ) -> Tensor:
-        """Return the weighted results ``(R, D)`` of the experts; with etp > 1, this rank's part of their sum."""
+        """Weighted results ``(R, D)`` of the experts; with etp > 1, this rank's part of their sum."""
         rows_RD: Tensor = _Out.apply(  # type: ignore[no-untyped-call]
             self.out_of, self.clamp, h_RH, weights_R, ends_e, keys_R, sizes, self.down
         )
@@ -195,7 +195,7 @@ def _save(
 
 
 def _saved(ctx: Any, num_tensors: int) -> tuple[tuple[Any, ...], list[Any]]:
-    """Return the ``num_tensors`` tensors that ``_save`` was given, and the operands."""
+    """``num_tensors`` tensors that ``_save`` was given, and the operands."""
     saved = iter(ctx.saved_tensors)
     tensors = tuple(islice(saved, num_tensors))
     operands = [operand(list(islice(saved, count))) for operand, count in ctx.operands]

@@ -19,7 +19,7 @@ class Loop(GemmPlugin):
     name: ClassVar[str] = "loop"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the offers: both projections and the activation between them are regions of each expert."""
+        """Offers: both projections and the activation between them are regions of each expert."""
         regions = ("expert_fc1", "moe_act", "expert_fc2")
         held = [(region, mechanism) for region in regions for mechanism in ("keep", "offload")]
         return moefw.offers(
@@ -32,7 +32,7 @@ class Loop(GemmPlugin):
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the needs: group sizes on the host, contiguous groups, and even shares of experts."""
+        """Needs: group sizes on the host, contiguous groups, and even shares of experts."""
         needs = [
             moefw.need("counts", ("host",), reason="a Python loop slices the rows of each expert"),
             moefw.need("rows", ("ragged", "padded", "static"), reason="it slices groups that lie end to end"),
@@ -55,7 +55,7 @@ class Loop(GemmPlugin):
         return needs
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
-        """Return the experts of one layer on this rank."""
+        """Experts of one layer on this rank."""
         from moefw.plugins.gemm.loop.experts import LoopExperts
 
         return LoopExperts(context)

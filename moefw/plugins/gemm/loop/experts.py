@@ -48,7 +48,7 @@ class LoopExperts(nn.Module, ExpertGemm):
         self._fc2 = context.region("expert_fc2", self._project_out)
 
     def forward(self, batch: ExpertBatch) -> Tensor:
-        """Return ``rows_RD``."""
+        """``rows_RD``."""
         assert batch.counts_host is not None
         outputs = []
         # Behind the last group there may be rows of no expert, whose results are zeros.
@@ -63,14 +63,14 @@ class LoopExperts(nn.Module, ExpertGemm):
         return torch.cat([*outputs, torch.zeros_like(unused)])
 
     def _project_in(self, expert: int, x_RD: Tensor, keys_R: Tensor | None) -> Tensor:
-        """Return the pre-activation ``(R, 2F)`` of one expert's rows: gate, then up."""
+        """Pre-activation ``(R, 2F)`` of one expert's rows: gate, then up."""
         h_RH = linear(x_RD, self.gate_up[expert], self.into[expert], RowGroups(keys_R=keys_R))
         if self.gate_up_bias:
             h_RH = h_RH + self.gate_up_bias[expert].to(h_RH.dtype)
         return h_RH
 
     def _project_out(self, expert: int, a_RF: Tensor, weights_R: Tensor, keys_R: Tensor | None) -> Tensor:
-        """Return the results ``(R, D)`` of one expert; its bias too is multiplied by the weights."""
+        """Results ``(R, D)`` of one expert; its bias too is multiplied by the weights."""
         out_RD = linear(a_RF, self.down[expert], self.out_of[expert], RowGroups(keys_R=keys_R))
         if not self.down_bias:
             return out_RD
@@ -92,7 +92,7 @@ class LoopExperts(nn.Module, ExpertGemm):
 
 
 def _activate(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None, recipe: Precision) -> Tensor:
-    """Return the weighted activation ``(R, F)``. A recipe by pass also chooses the form in which H is saved."""
+    """Weighted activation ``(R, F)``. A recipe by pass also chooses the form in which H is saved."""
     if not recipe.by_pass:
         return weighted_swiglu(h_RH, weights_R, clamp)
     a_RF: Tensor = _Activation.apply(h_RH, weights_R, clamp, recipe)  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ class Offload(MemoryPlugin):
     fraction: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return a problem unless ``path`` is set exactly for ``to``: nvme."""
+        """Problem unless ``path`` is set exactly for ``to``: nvme."""
         if (self.to == "nvme") == (self.path is not None):
             return []
         if self.path is None:
@@ -54,7 +54,7 @@ class Offload(MemoryPlugin):
         ]
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
-        """Return the policy. Raises PlanError where ``path`` is not a writable folder."""
+        """Policy. Raises PlanError where ``path`` is not a writable folder."""
         from moefw.plugins.memory.offload.policy import OffloadPolicy
         from moefw.plugins.memory.offload.pool import open_pool
 
@@ -78,7 +78,7 @@ class OptimizerOffload(OptimizerMemoryPlugin):
     bucket_bytes: int = field(default=BUCKET_BYTES, validator=ge(1 << 10))
 
     def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:
-        """Return the policy."""
+        """Policy."""
         from moefw.plugins.memory.offload.buffers import STATES, host_memory
         from moefw.plugins.memory.offload.states import OffloadStatesPolicy
         from moefw.plugins.memory.offload.streams import open_transfers

@@ -24,7 +24,7 @@ STATES = (
 
 
 def host_memory(*, pinned: bool, words: tuple[str, str, str] = ACTIVATIONS) -> Callable[[int], Tensor]:
-    """Return a function that allocates ``nbytes``; ``pinned``: page-locked, so that a GPU copies at full speed.
+    """Function that allocates ``nbytes``; ``pinned``: page-locked, so that a GPU copies at full speed.
 
     ``words`` of the RunError that it raises where there is no memory: who allocates, for what, and the fix.
     """
@@ -61,7 +61,7 @@ class UnnamedFiles:
             ) from error
 
     def __call__(self, nbytes: int) -> Tensor:
-        """Return ``nbytes`` that are mapped to a file. Raises RunError where the disk has no room for them.
+        """``nbytes`` that are mapped to a file. Raises RunError where the disk has no room for them.
 
         Disk space is allocated at once: a disk that fills up in the middle of a copy kills the process.
         """

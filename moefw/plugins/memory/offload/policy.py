@@ -31,7 +31,7 @@ class OffloadPolicy(MemoryPolicy):
         self.fraction = fraction
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with its saved tensors offloaded.
+        """``function`` with its saved tensors offloaded.
 
         Raises RunError where there is no room for them.
         """
@@ -64,7 +64,7 @@ class _Call:
         self._staying: set[Span] = set()
 
     def pack(self, tensor: Tensor) -> Tensor | StandIn | _Packed:
-        """Return the replacement of a saved tensor until backward."""
+        """Replacement of a saved tensor until backward."""
         computed_again = stand_in(tensor)
         if computed_again is not None:
             return computed_again
@@ -103,7 +103,7 @@ class _Call:
             before.fetch()
 
     def _may_move(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is plain memory on the device, and neither a parameter nor a view of one."""
+        """Whether a tensor is plain memory on the device, and neither a parameter nor a view of one."""
         if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
             return False
         if tensor.device.type != self.pool.device.type:

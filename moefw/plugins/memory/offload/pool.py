@@ -30,7 +30,7 @@ class Buffer:
         self.last_use: Any = None
 
     def values(self, span: Span) -> Tensor:
-        """Return the part that holds a span's values, ``(length,)``."""
+        """Part that holds a span's values, ``(length,)``."""
         return self.memory[: span.nbytes].view(span.dtype)
 
 
@@ -62,7 +62,7 @@ class Copy:
         self._give_back()
 
     def values(self) -> Tensor:
-        """Return the fetched values, for use on the current stream. Every call returns the same tensor."""
+        """Fetched values, for use on the current stream. Every call returns the same tensor."""
         assert self._back is not None
         values, arrived = self._back
         self._transfers.use(values, arrived)
@@ -93,13 +93,13 @@ class Pool:
         return sum(map(len, self._idle.values()))
 
     def copy(self, tensor: Tensor, span: Span) -> Copy:
-        """Return a copy of the tensor's span off the device. Raises RunError where there is no room."""
+        """Copy of the tensor's span off the device. Raises RunError where there is no room."""
         copy = Copy(self, span, span.values(tensor))
         self.copies[span] = copy
         return copy
 
     def take(self, nbytes: int) -> Buffer:
-        """Return a buffer of at least ``nbytes``, an idle one if there is one."""
+        """Buffer of at least ``nbytes``, an idle one if there is one."""
         size = 1 << (nbytes - 1).bit_length()
         try:
             return self._idle[size].pop()
@@ -119,7 +119,7 @@ class Pool:
 
 
 def open_pool(device: torch.device, folder: str | None) -> Pool:
-    """Return a pool for a device: of host memory, or of files in ``folder``. Raises PlanError if it is not writable."""
+    """Pool for a device: of host memory, or of files in ``folder``. Raises PlanError if it is not writable."""
     if folder is None or without_memory():
         return Pool(host_memory(pinned=runs_ahead(device)), open_transfers(device))
     return Pool(UnnamedFiles(Path(folder)), open_transfers(device))

@@ -25,7 +25,7 @@ class Span:
 
     @staticmethod
     def of(tensor: Tensor) -> Span:
-        """Return the span of a tensor that is not empty.
+        """Span of a tensor that is not empty.
 
         Gaps in it hold other tensors of the storage, such as gate and up of one matrix. The span is then the whole
         storage, so that they are offloaded together, unless the storage is more than twice as long.
@@ -46,10 +46,10 @@ class Span:
         return self.length * self.dtype.itemsize
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return the values of the span, ``(length,)``, given a tensor of the span."""
+        """Values of the span, ``(length,)``, given a tensor of the span."""
         return tensor.detach().as_strided((self.length,), (1,), self.start)
 
 
 def view(values: Tensor, size: Sequence[int], stride: Sequence[int], start: int) -> Tensor:
-    """Return a tensor, given the values of its span. With the same strides, kernels compute the same bits."""
+    """Tensor, given the values of its span. With the same strides, kernels compute the same bits."""
     return values.as_strided(size, stride, start)

@@ -30,7 +30,7 @@ class HostStates(OptimizerStates):
         """Bytes of states. None of them are on the device between steps."""
 
     def room(self, parameter: Tensor) -> Tensor:
-        """Return zeros in host memory. Raises RunError where there is no room."""
+        """Zeros in host memory. Raises RunError where there is no room."""
         nbytes = parameter.numel() * self.dtype.itemsize
         self.host_bytes += nbytes
         return self.allocate(nbytes).view(self.dtype).view(parameter.shape).zero_()
@@ -46,7 +46,7 @@ class Slot:
         self.last_use: Any = None
 
     def take(self, like: Tensor) -> Tensor:
-        """Return the next free part of the memory, of the dtype and shape of ``like``. ``taken`` 0 frees all parts."""
+        """Next free part of the memory, of the dtype and shape of ``like``. ``taken`` 0 frees all parts."""
         start = self.taken
         end = start + like.numel() * like.dtype.itemsize
         self.taken = end + -end % ALIGN_BYTES
@@ -56,7 +56,7 @@ class Slot:
 def slots(
     buckets: Sequence[Sequence[Tensor]], allocate: Callable[[int], Tensor], held: Sequence[Slot] = ()
 ) -> Sequence[Slot]:
-    """Return slots for two buckets of tensors at a time, or for the only one: those ``held`` if large enough."""
+    """Slots for two buckets of tensors at a time, or for the only one: those ``held`` if large enough."""
     sizes = [sum(tensor.numel() * tensor.dtype.itemsize + ALIGN_BYTES for tensor in bucket) for bucket in buckets]
     if len(held) >= min(2, len(sizes)) and len(held[0].memory) >= max(sizes):
         return held
@@ -93,7 +93,7 @@ class StreamedStates(HostStates):
             self.transfers.wait(slot.last_use)
 
     def _memory(self, nbytes: int) -> Tensor:
-        """Return memory of the device for a slot, ``(nbytes)`` uint8."""
+        """Memory of the device for a slot, ``(nbytes)`` uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.device)
 
     def _fetch(self, bucket: Sequence[StatePart], slot: Slot) -> list[StatePart]:
@@ -175,5 +175,5 @@ class OffloadStatesPolicy(OptimizerPolicy):
         self._kind: type[HostStates] = StreamedStates if update == "device" else StatesUpdatedThere
 
     def treat(self, states: OptimizerStates) -> OptimizerStates:
-        """Return ``states`` in host memory."""
+        """``states`` in host memory."""
         return self._kind(states, self.transfers, self.allocate, bucket_bytes=self.bucket_bytes)

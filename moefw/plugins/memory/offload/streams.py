@@ -59,7 +59,7 @@ class PlainTransfers(Transfers):
         room.copy_(values)
 
     def back(self, room: Tensor, *, after: Any) -> tuple[Tensor, Any]:
-        """Return a copy."""
+        """Copy."""
         return room.to(self.device, copy=True), None
 
     def into(self, room: Tensor, values: Tensor, *, after: Any) -> None:
@@ -125,5 +125,5 @@ class CudaTransfers(Transfers):
 
 
 def open_transfers(device: torch.device) -> Transfers:
-    """Return the transfers between a device and the host."""
+    """Transfers between a device and the host."""
     return CudaTransfers(device) if is_gpu(device) else PlainTransfers(device)

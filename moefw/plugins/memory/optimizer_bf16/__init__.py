@@ -24,7 +24,7 @@ class OptimizerBF16(OptimizerMemoryPlugin):
     rounding: Literal["stochastic", "nearest"] = "stochastic"
 
     def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:
-        """Return the policy."""
+        """Policy."""
         from moefw.plugins.memory.optimizer_bf16.states import BF16Policy
 
         return BF16Policy(stochastic=self.rounding == "stochastic")

@@ -24,7 +24,7 @@ WORDS: Final = 64 // DROPPED_BITS
 
 
 def draws(part: StatePart, number: int) -> Tensor:
-    """Return 64 random bits for each element of a part, int64 of the parameter's shape, in draw ``number``.
+    """64 random bits for each element of a part, int64 of the parameter's shape, in draw ``number``.
 
     They depend on the seed, the step, the draw, and the element's place in the named tensor. So they are the same on
     every layout and on every copy of a parameter, and a resumed run draws them again.
@@ -38,7 +38,7 @@ def draws(part: StatePart, number: int) -> Tensor:
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
-    """Return fp32 ``x`` in bf16, rounded at random by the low 16 of the ``bits`` (int64), without bias.
+    """Fp32 ``x`` in bf16, rounded at random by the low 16 of the ``bits`` (int64), without bias.
 
     The probability of the neighbour of larger magnitude is the fraction of the way to it. Values that bf16 represents
     exactly, and values that are not finite, do not change.
@@ -57,7 +57,7 @@ class BF16Policy(OptimizerPolicy):
         self.stochastic = stochastic
 
     def treat(self, states: OptimizerStates) -> OptimizerStates:
-        """Return ``states`` in bf16."""
+        """``states`` in bf16."""
         return BF16States(states, stochastic=self.stochastic)
 
 
@@ -73,7 +73,7 @@ class BF16States(OptimizerStates):
         self.elements = elements
 
     def room(self, parameter: Tensor) -> Tensor:
-        """Return zeros in bf16."""
+        """Zeros in bf16."""
         return self.inner.room(parameter).to(self.dtype)
 
     def update(self, parts: Sequence[StatePart]) -> None:
@@ -98,5 +98,5 @@ class BF16States(OptimizerStates):
 
 
 def _widened(part: StatePart) -> StatePart:
-    """Return the part with its states in fp32, as copies."""
+    """Part with its states in fp32, as copies."""
     return replace(part, states={key: state.float() for key, state in part.states.items()})

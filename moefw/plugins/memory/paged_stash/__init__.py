@@ -38,7 +38,7 @@ class PagedStash(MemoryPlugin):
     spill: Literal["host"] | None = None
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the needs: the regions, and a budget of rows that a second run lifts."""
+        """Needs: the regions, and a budget of rows that a second run lifts."""
         regions = [
             moefw.need(
                 "region",
@@ -58,7 +58,7 @@ class PagedStash(MemoryPlugin):
         return [*regions, budget]
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
-        """Return the policy of a layer, over the pool that all layers share."""
+        """Policy of a layer, over the pool that all layers share."""
         from moefw.plugins.memory.paged_stash.policy import StashPolicy
         from moefw.plugins.memory.paged_stash.stash import open_stash
 

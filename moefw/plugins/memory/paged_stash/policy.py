@@ -32,7 +32,7 @@ class StashPolicy(MemoryPolicy):
         self.share = share
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function``, which saves valid rows in pages if it computes on static rows.
+        """``function``, which saves valid rows in pages if it computes on static rows.
 
         Raises RunError where host memory for rows that spill cannot be allocated.
         """
@@ -67,7 +67,7 @@ class _Call:
         self.unsaved = torch.zeros((), device=self.num_valid.device)
 
     def pack(self, tensor: Tensor) -> Tensor | StandIn | _Packed:
-        """Return the replacement of a saved tensor until backward."""
+        """Replacement of a saved tensor until backward."""
         computed_again = stand_in(tensor)
         if computed_again is not None:
             return computed_again
@@ -80,7 +80,7 @@ class _Call:
         return _Packed(held, tensor)
 
     def _holds_rows(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is plain memory with the static number of rows, and no view of a parameter."""
+        """Whether a tensor is plain memory with the static number of rows, and no view of a parameter."""
         if type(tensor) is not Tensor and not without_memory():
             return False
         if tensor.layout is not torch.strided or tensor.itemsize not in BITS:
@@ -101,14 +101,14 @@ class _Packed:
         self._stride = tensor.stride()
 
     def tensor(self) -> Tensor:
-        """Return the tensor with its strides, so that kernels compute the same bits; other rows are undefined."""
+        """Tensor with its strides, so that kernels compute the same bits; other rows are undefined."""
         loaded = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._held.device)
         self._held.load(loaded.view(BITS[loaded.itemsize]))
         return loaded
 
 
 def _keep(tensor: Tensor) -> Tensor | StandIn:
-    """Return the saved tensor itself, or what stands in for it until it is computed again."""
+    """Saved tensor itself, or what stands in for it until it is computed again."""
     if in_backward():
         return stay(tensor)
     return stand_in(tensor) or stay(tensor)

@@ -69,12 +69,12 @@ class CudaOrder(Order):
 
 
 def open_order(device: torch.device) -> Order:
-    """Return the order of a device's streams."""
+    """Order of a device's streams."""
     return CudaOrder(device) if is_gpu(device) else PlainOrder()
 
 
 def num_pages(rows: float, page_rows: int) -> int:
-    """Return the number of pages of ``page_rows`` for ``rows``, which may be fractional."""
+    """Number of pages of ``page_rows`` for ``rows``, which may be fractional."""
     return math.ceil(rows / page_rows - ROUNDING)
 
 
@@ -98,7 +98,7 @@ class Pool:
         self.num_held = 0
 
     def takes(self, num_rows: int) -> bool:
-        """Return whether the pool has room for one more tensor of ``num_rows`` static rows."""
+        """Whether the pool has room for one more tensor of ``num_rows`` static rows."""
         return self.num_held < self.num_tensors and num_rows <= self.num_rows
 
 
@@ -147,7 +147,7 @@ class Stash:
         return sum(pool.pages.near.nbytes for pools in self.pools.values() for pool in pools)
 
     def hold(self, kind: Kind, bits_RC: Tensor, num_valid: Tensor, *, share: float) -> tuple[Held, Tensor]:
-        """Return the first ``num_valid`` rows in pages, and the number of them that found none, fp32 of shape ().
+        """First ``num_valid`` rows in pages, and the number of them that found none, fp32 of shape ().
 
         A pool that is opened for it has pages on the device for ``share`` of the rows. Raises RunError without memory.
         """
@@ -179,7 +179,7 @@ class Stash:
         self._let_go.clear()
 
     def _open(self, kind: Kind, bits_RC: Tensor, share: float) -> Pool:
-        """Return a new pool for one tensor of each layer, with near pages for ``share`` of the rows of each.
+        """New pool for one tensor of each layer, with near pages for ``share`` of the rows of each.
 
         With spill there are far pages for all other rows.
         """
@@ -196,7 +196,7 @@ class Stash:
         return Pool(pages, num_tensors=num_tensors, num_rows=num_rows)
 
     def _far_memory(self, bits_RC: Tensor, *shape: int) -> Tensor:
-        """Return host memory of the dtype of ``bits_RC``; where tensors have no memory, a tensor without it."""
+        """Host memory of the dtype of ``bits_RC``; where tensors have no memory, a tensor without it."""
         if not without_memory():
             return self._host_memory(*shape, dtype=bits_RC.dtype)
         with in_host_memory():
@@ -219,5 +219,5 @@ class Stash:
 
 
 def open_stash(device: torch.device, *, page_rows: int, spill: bool) -> Stash:
-    """Return a stash for tensors of a device."""
+    """Stash for tensors of a device."""
     return Stash(open_order(device), page_rows=page_rows, spill=spill, pinned=runs_ahead(device))

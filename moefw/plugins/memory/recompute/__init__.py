@@ -19,7 +19,7 @@ class Recompute(MemoryPlugin):
     runs_again: ClassVar[bool] = True
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
-        """Return the policy."""
+        """Policy."""
         from moefw.plugins.memory.recompute.policy import RecomputePolicy
 
         return RecomputePolicy()

@@ -28,7 +28,7 @@ class Call(ABC):
     _returned: Sequence[Tensor] | None = None
 
     def returned(self, result: Any) -> Any:
-        """Return ``result`` with the same values. Others need not save those of its tensors that require gradients.
+        """``result`` with the same values. Others need not save those of its tensors that require gradients.
 
         Autograd gets them from a node of this call. Others save a reference to it, and take them from :meth:`output`.
         """
@@ -44,7 +44,7 @@ class Call(ABC):
         """Note that somebody has saved a reference to an output, which will be requested."""
 
     def output(self, index: int) -> Tensor:
-        """Return output ``index`` of the call."""
+        """Output ``index`` of the call."""
         if self._returned is None:
             self.hold(self.again())
         assert self._returned is not None
@@ -117,12 +117,12 @@ class Run(Call):
         return result
 
     def _drop(self, tensor: Tensor) -> int:
-        """Return the number of a saved tensor, which autograd keeps in its place."""
+        """Number of a saved tensor, which autograd keeps in its place."""
         self._saved.append((tensor.shape, tensor.dtype))
         return len(self._saved) - 1
 
     def _compute(self, index: int) -> Tensor:
-        """Return saved tensor ``index``. The first request computes all; each is held until its own request."""
+        """Saved tensor ``index``. The first request computes all; each is held until its own request."""
         if index not in self._computed:
             result = self.again()
             if self._needs_outputs:
@@ -193,7 +193,7 @@ class Arguments:
         self._saving: Tensor = _Save.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, detached from their graph. Those that could be recomputed in forward still can be."""
+        """Arguments, detached from their graph. Those that could be recomputed in forward still can be."""
         leaves = list(self._others)
         saved: Sequence[Tensor] = self._saving.grad_fn.saved_tensors  # type: ignore[union-attr]
         for at, tensor, differentiable, output in zip(
@@ -222,7 +222,7 @@ class RecomputePolicy(MemoryPolicy):
     drops_outputs: ClassVar[bool] = True
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function``, which backward runs again. Nothing in a region draws random numbers by call order."""
+        """``function``, which backward runs again. Nothing in a region draws random numbers by call order."""
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -232,7 +232,7 @@ class RecomputePolicy(MemoryPolicy):
         return recomputed
 
     def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``finish``. Its saved tensors are kept, and ``again`` recomputes its outputs."""
+        """``finish``. Its saved tensors are kept, and ``again`` recomputes its outputs."""
 
         def repeated(pending: Any, *args: Any) -> Any:
             result, handle = finish(pending, *args)

@@ -34,7 +34,7 @@ class Coupled(LayoutPlugin):
     expert_shard: int | Literal["all"] = field(default=1, validator=shards_validator)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the needs: a model that can be split along the axes in use."""
+        """Needs: a model that can be split along the axes in use."""
         return split_needs({"pp": self.pp, "cp": self.cp, "tp": self.tp})
 
     def plan(self, world: int | None) -> moefw.MeshPlan:

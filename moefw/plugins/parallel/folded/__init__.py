@@ -73,7 +73,7 @@ class Folded(LayoutPlugin):
     experts: ExpertMesh = ExpertMesh()
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the needs: a model that can be split along the axes in use."""
+        """Needs: a model that can be split along the axes in use."""
         return split_needs({"pp": self.pp, "dense.cp": self.dense.cp, "dense.tp": self.dense.tp})
 
     def plan(self, world: int | None) -> moefw.MeshPlan:

@@ -14,11 +14,11 @@ from moefw.core.site import Site
 @frozen
 class _Native(PrecisionPlugin):
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the offers: operands are plain tensors of the dtype; rows travel unpacked."""
+        """Offers: operands are plain tensors of the dtype; rows travel unpacked."""
         return moefw.offers(operand=(self.name,), wire=(self.name,))
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return the recipe."""
+        """Recipe."""
         from moefw.runtime.compute.casts import BF16Recipe, FP32Recipe
 
         return FP32Recipe() if self.name == "fp32" else BF16Recipe()

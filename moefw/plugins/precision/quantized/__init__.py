@@ -33,7 +33,7 @@ class MXFP8(QuantizedPlugin):
     te_gpus: ClassVar[Gpus] = MX_BLOCKS
 
     def operands(self, site: Site) -> Operands:
-        """Return operands with E8M0 scales of 32 values."""
+        """Operands with E8M0 scales of 32 values."""
         from moefw.plugins.precision.quantized.encoders import MX
         from moefw.plugins.precision.quantized.operands import Operands
         from moefw.plugins.precision.quantized.swizzled_products import MXProducts

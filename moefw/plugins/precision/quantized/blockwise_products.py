@@ -47,7 +47,7 @@ class BlockwiseProducts(Products):
 
 
 def _in_rows(operand: Quantized) -> tuple[Tensor, ScalingType]:
-    """Return the scales, in torch's layout, and the scaling type of an operand whose last axis is summed over."""
+    """Scales, in torch's layout, and the scaling type of an operand whose last axis is summed over."""
     assert operand.block is not None
     scales = operand.scales
     scaling = _SCALING[operand.block]

@@ -61,12 +61,12 @@ class LowPrecisionPlugin(PrecisionPlugin):
         """GPUs on which Transformer Engine multiplies the codes."""
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the offers: operands are codes and scales, or dequantized to fp32."""
+        """Offers: operands are codes and scales, or dequantized to fp32."""
         operand = "fp32" if self.backend == "emulate" else self.codes
         return moefw.offers(operand=(operand,), wire=self.wire, rtol=self.rtol, row_scales=self.row_scales)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the needs: whole blocks of rows, GEMMs that quantize for each pass, a GPU that multiplies codes."""
+        """Needs: whole blocks of rows, GEMMs that quantize for each pass, a GPU that multiplies codes."""
         needs = [
             moefw.need(
                 "row_alignment",
@@ -87,7 +87,7 @@ class LowPrecisionPlugin(PrecisionPlugin):
         return needs
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return a problem for each pattern of ``keep_bf16`` that names no module."""
+        """Problem for each pattern of ``keep_bf16`` that names no module."""
         layers = range(-site.num_layers, site.num_layers)
         modules = [f"layers.{layer}.{module}" for layer in layers for module in MODULES]
         problems = []
@@ -103,21 +103,21 @@ class LowPrecisionPlugin(PrecisionPlugin):
         return problems
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return the recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
+        """Recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
         return self.operands(context.site).recipe(self.backend, context.device, self.te_gpus)
 
     @abstractmethod
     def operands(self, site: Site) -> Operands:
-        """Return the components that make and multiply the operands of a layer."""
+        """Components that make and multiply the operands of a layer."""
 
     def fallback(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return bf16."""
+        """Bf16."""
         from moefw.runtime.compute.casts import BF16Recipe
 
         return BF16Recipe()
 
     def keeps_high_precision(self, module: str) -> bool:
-        """Return whether a pattern of ``keep_bf16`` names the module."""
+        """Whether a pattern of ``keep_bf16`` names the module."""
         return any(fnmatchcase(module, pattern) for pattern in self.keep_bf16)
 
 
@@ -131,7 +131,7 @@ class QuantizedPlugin(LowPrecisionPlugin):
     saved_activations: Literal["bf16", "fp8", "int8"] = "bf16"
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return also the need of a GEMM that lets the recipe save its activations."""
+        """Also the need of a GEMM that lets the recipe save its activations."""
         needs = list(super().needs(site))
         if self.saved_activations != "bf16":
             needs.append(

@@ -48,13 +48,13 @@ class PackedRows:
         self.row_bytes = self._end + self._end % 2
 
     def pack(self, rows_ND: Tensor) -> Tensor:
-        """Return codes and scales as ``(N, row_bytes / 2)`` bf16."""
+        """Codes and scales as ``(N, row_bytes / 2)`` bf16."""
         encoded = quantize_rows(rows_ND, scales=self._scales)
         parts = [part.contiguous().view(torch.uint8) for part in (encoded.codes, encoded.scales)]
         return F.pad(torch.cat(parts, 1), (0, self.row_bytes - self._end)).view(torch.bfloat16)
 
     def pack_permuted(self, x_TD: Tensor, rows: Permutation) -> Tensor:
-        """Return the packed rows of tokens, in one pass where scales are aligned to their size."""
+        """Packed rows of tokens, in one pass where scales are aligned to their size."""
         if not isinstance(rows, RowMap) or self._dim % self._scale_dtype.itemsize:
             return self.pack(rows.gather(x_TD))
         packed = torch.empty(len(rows.token_R), self.row_bytes, dtype=torch.uint8, device=x_TD.device)
@@ -65,7 +65,7 @@ class PackedRows:
         return packed.view(torch.bfloat16)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows ``(N, dim)``, as the GEMM that quantizes them again will see them."""
+        """Rows ``(N, dim)``, as the GEMM that quantizes them again will see them."""
         as_bytes = packed.view(torch.uint8)
         # Copies: scales may begin at any byte of the packed rows, and a view of bytes as a wider dtype may not.
         code_bytes = as_bytes[:, : self._dim].clone(memory_format=torch.contiguous_format)
@@ -90,38 +90,38 @@ class Encoder(ABC):
     row_scales: Scales | None = None
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
-        """Return the encoder of a module or a GEMM inside, as ``Precision.at`` does."""
+        """Encoder of a module or a GEMM inside, as ``Precision.at`` does."""
         return self
 
     @abstractmethod
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return the operand of ``x`` (..., R, C) in a product."""
+        """Operand of ``x`` (..., R, C) in a product."""
 
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
-        """Return the operands of a weight in ``passes``, fprop or dgrad."""
+        """Operands of a weight in ``passes``, fprop or dgrad."""
         if self.square_weights:
             return [self.encode(x, "weight", passes[0], RowGroups())] * len(passes)
         return [self.encode(x, "weight", during, RowGroups()) for during in passes]
 
     def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized] | None:
-        """Return the operands of rows ``x``, summed along and across rows, made in one read; None: it takes two."""
+        """Operands of rows ``x``, summed along and across rows, made in one read; None: it takes two."""
         return None
 
     def codec(self, dim: int) -> Codec | None:
-        """Return the codec of rows sent to experts, as ``Precision.codec`` does."""
+        """Codec of rows sent to experts, as ``Precision.codec`` does."""
         return None
 
     def weight_codec(self) -> WeightCodec | None:
-        """Return the codec of gathered weights, as ``Precision.weight_codec`` does."""
+        """Codec of gathered weights, as ``Precision.weight_codec`` does."""
         return None
 
     def encode_activation(self, x: Tensor, rows: RowGroups) -> Quantized:
-        """Return the codes of rows ``x`` (R, C) that are saved for backward and are not an operand."""
+        """Codes of rows ``x`` (R, C) that are saved for backward and are not an operand."""
         return self.encode(x, "input", "fprop", rows)
 
 
 def summed_axis(role: Role, during: Pass) -> int:
-    """Return the axis of an operand over which the product of a pass sums."""
+    """Axis of an operand over which the product of a pass sums."""
     if during == "wgrad" or (role == "weight" and during == "dgrad"):
         return -2
     return -1
@@ -139,11 +139,11 @@ class Blockwise(Encoder):
         self.row_scales: Scales = "power_of_two" if power_of_two else "fp32"
 
     def weight_codec(self) -> WeightCodec | None:
-        """Return the codec of shards of weights; None if weights are not gathered as codes."""
+        """Codec of shards of weights; None if weights are not gathered as codes."""
         return self._primary
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return the operand. A weight that was gathered as codes keeps them."""
+        """Operand. A weight that was gathered as codes keeps them."""
         if isinstance(x, GatheredWeight):
             return quantized_weight(x)
         if role == "weight":
@@ -155,11 +155,11 @@ class Blockwise(Encoder):
         return quantize_fp8(x, block=block, power_of_two=self._power_of_two)
 
     def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized]:
-        """Return the operands of rows."""
+        """Operands of rows."""
         return quantize_fp8_both(x, power_of_two=self._power_of_two)
 
     def codec(self, dim: int) -> Codec:
-        """Return the codec with an fp32 scale per 128 values."""
+        """Codec with an fp32 scale per 128 values."""
         return PackedRows(self.row_scales, dim=dim)
 
 
@@ -170,19 +170,19 @@ class MX(Encoder):
     row_scales: Scales = "e8m0"
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return the operand."""
+        """Operand."""
         return quantize_mxfp8(x, block=(1, 32) if summed_axis(role, during) == -1 else (32, 1))
 
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
-        """Return the operands of a weight; for fprop and dgrad, both are made in one read."""
+        """Operands of a weight; for fprop and dgrad, both are made in one read."""
         if tuple(passes) == ("fprop", "dgrad"):
             return quantize_mxfp8_both(x)
         return super().encode_weight(x, passes)
 
     def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized]:
-        """Return the operands of rows."""
+        """Operands of rows."""
         return quantize_mxfp8_both(x)
 
     def codec(self, dim: int) -> Codec:
-        """Return the codec with an E8M0 scale per 32 values."""
+        """Codec with an E8M0 scale per 32 values."""
         return PackedRows(self.row_scales, dim=dim)

@@ -35,7 +35,7 @@ class FourBits(Encoder):
         self._drawn_scales: BlockScales = drawn_scales
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
-        """Return the encoder of a module or a GEMM inside."""
+        """Encoder of a module or a GEMM inside."""
         place = f"{self._place}.{name}"
         return FourBits(
             place,
@@ -46,7 +46,7 @@ class FourBits(Encoder):
         )
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return the operand. The rows of a transformed operand are padded with zeros to a multiple of 16."""
+        """Operand. The rows of a transformed operand are padded with zeros to a multiple of 16."""
         block = (1, SIZE) if summed_axis(role, during) == -1 else (SIZE, 1)
         if role == "weight":
             if self.square_weights:
@@ -64,7 +64,7 @@ class FourBits(Encoder):
 
 
 def turned(keys_R: Tensor) -> Tensor:
-    """Return keys of transformed rows, each of which mixes 16 rows, from the key of the first of these 16.
+    """Keys of transformed rows, each of which mixes 16 rows, from the key of the first of these 16.
 
     The first is never padding, whose key is 0 in every group.
     """
@@ -73,5 +73,5 @@ def turned(keys_R: Tensor) -> Tensor:
 
 
 def salt(place: str) -> int:
-    """Return 64 bits that are unique to a place."""
+    """64 bits that are unique to a place."""
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little", signed=True)

@@ -41,7 +41,7 @@ class FP8Blockwise(QuantizedPlugin):
         return BLOCKS if self.scales == "power_of_two" else EXACT_BLOCKS
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return also a problem if fp8 primary weights meet Transformer Engine, or a layout that shards none."""
+        """Also a problem if fp8 primary weights meet Transformer Engine, or a layout that shards none."""
         problems = [*super().check(site)]
         if self.primary_weights == "fp32":
             return problems
@@ -64,7 +64,7 @@ class FP8Blockwise(QuantizedPlugin):
         return problems
 
     def operands(self, site: Site) -> Operands:
-        """Return operands in blocks of 128, and primary weights in square blocks."""
+        """Operands in blocks of 128, and primary weights in square blocks."""
         from moefw.plugins.precision.quantized.blockwise_products import BlockwiseProducts
         from moefw.plugins.precision.quantized.encoders import Blockwise
         from moefw.plugins.precision.quantized.operands import Operands

@@ -42,7 +42,7 @@ class FP8Tensor(QuantizedPlugin):
     algorithm: Literal["max", "most_recent"] | None = None
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return also the need of delayed scaling for GEMMs that remember magnitudes, each its own."""
+        """Also the need of delayed scaling for GEMMs that remember magnitudes, each its own."""
         needs = [*super().needs(site)]
         if self.scaling == "delayed":
             needs.append(
@@ -57,7 +57,7 @@ class FP8Tensor(QuantizedPlugin):
         return needs
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return also a problem for each option of delayed scaling that is set under current scaling."""
+        """Also a problem for each option of delayed scaling that is set under current scaling."""
         problems = [*super().check(site)]
         if self.scaling == "current":
             for name in DELAYED:
@@ -67,7 +67,7 @@ class FP8Tensor(QuantizedPlugin):
         return problems
 
     def _delayed_options(self) -> dict[str, Any]:
-        """Return the options of delayed scaling, with defaults for those that are not set."""
+        """Options of delayed scaling, with defaults for those that are not set."""
         options = {}
         for name, default in DELAYED.items():
             value = getattr(self, name)
@@ -75,7 +75,7 @@ class FP8Tensor(QuantizedPlugin):
         return options
 
     def operands(self, site: Site) -> Operands:
-        """Return operands with one scale per tensor, of this step or of earlier steps."""
+        """Operands with one scale per tensor, of this step or of earlier steps."""
         from moefw.plugins.precision.quantized.operands import Operands
         from moefw.plugins.precision.quantized.te.quantizers import CurrentTensors, DelayedTensors
         from moefw.plugins.precision.quantized.tensorwise import CurrentScales, DelayedScales

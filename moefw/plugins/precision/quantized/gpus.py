@@ -29,7 +29,7 @@ class Gpus:
     library: str = "torch"
 
     def needs(self) -> list[moefw.Need]:
-        """Return the needs on the machine."""
+        """Needs on the machine."""
         capabilities = " or ".join(self.capabilities)
         reason = f"{self.library} multiplies {self.multiplies} on GPUs of compute capability {capabilities} alone"
         return [

@@ -46,7 +46,7 @@ class NVFP4(LowPrecisionPlugin):
     gradient_scales: Literal["nearest", "up"] = "nearest"
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return also a problem for scales rounded up by Transformer Engine, or of what is rounded to nearest."""
+        """Also a problem for scales rounded up by Transformer Engine, or of what is rounded to nearest."""
         problems = list(super().check(site))
         if self.gradient_scales == "up" and self.backend == "te":
             what = "Transformer Engine rounds the scales of blocks to nearest."
@@ -61,7 +61,7 @@ class NVFP4(LowPrecisionPlugin):
         return problems
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return also the needs of row keys for random rounding and of row alignments for grouped GEMMs."""
+        """Also the needs of row keys for random rounding and of row alignments for grouped GEMMs."""
         needs = list(super().needs(site))
         if self.backend == "torch":
             reason = "torch's grouped GEMM sums over rows in steps of 32 codes, 16 bytes"
@@ -82,7 +82,7 @@ class NVFP4(LowPrecisionPlugin):
         return needs
 
     def operands(self, site: Site) -> Operands:
-        """Return operands with two levels of scales. Transformer Engine draws its own random numbers."""
+        """Operands with two levels of scales. Transformer Engine draws its own random numbers."""
         from moefw.plugins.precision.quantized.four_bits import FourBits
         from moefw.plugins.precision.quantized.operands import Operands
         from moefw.plugins.precision.quantized.swizzled_products import NVFP4Products

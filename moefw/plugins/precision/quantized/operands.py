@@ -30,7 +30,7 @@ class Operands:
     activations: Activations = "bf16"
 
     def recipe(self, backend: str, device: torch.device, te_gpus: Gpus) -> LowPrecisionRecipe:
-        """Return the recipe. Raises PlanError where the backend cannot multiply the operands on the device."""
+        """Recipe. Raises PlanError where the backend cannot multiply the operands on the device."""
         if backend == "emulate":
             return EmulatedRecipe(self.encoder, activations=self.activations)
         if backend == "torch":

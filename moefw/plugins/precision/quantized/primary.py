@@ -46,12 +46,12 @@ class SquareBlocks(WeightCodec):
             raise PlanError(f"{name}: no whole blocks of 128x128 for each of {shards} ranks.", _FIX)
 
     def encode(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes and scales."""
+        """Codes and scales."""
         encoded = quantize_fp8(shard, block=BLOCK, power_of_two=self._power_of_two)
         return encoded.codes.contiguous(), encoded.scales.contiguous()
 
 
 def quantized_weight(weight: GatheredWeight) -> Quantized:
-    """Return the gathered codes and scales as an operand."""
+    """Gathered codes and scales as an operand."""
     codes, scales = weight.parts
     return Quantized(codes=codes, scales=scales, fmt=E4M3, block=BLOCK, axis=-1, shape=tuple(weight.shape))

@@ -23,11 +23,11 @@ class Products(ABC):
 
     @abstractmethod
     def mm(self, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
-        """Return the product of two nonempty matrices."""
+        """Product of two nonempty matrices."""
 
     @abstractmethod
     def grouped_mm(self, a: Quantized, b: Quantized, ends_e: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """Return the products of groups, as ``torch.nn.functional.grouped_mm`` defines them, of nonempty operands.
+        """Products of groups, as ``torch.nn.functional.grouped_mm`` defines them, of nonempty operands.
 
         Where rows are summed over, a group without rows gives zero. Otherwise, rows past the last end are undefined.
         """

@@ -38,15 +38,15 @@ class LowPrecisionRecipe(nn.Module, Precision):
         self.shares_inputs = encoder.shares_inputs
 
     def codec(self, dim: int) -> Codec | None:
-        """Return the codec that packs rows in the blocks of fprop; None if the format has none."""
+        """Codec that packs rows in the blocks of fprop; None if the format has none."""
         return self.encoder.codec(dim)
 
     def weight_codec(self) -> WeightCodec | None:
-        """Return the codec that quantizes shards of weights before they are gathered; None if none does."""
+        """Codec that quantizes shards of weights before they are gathered; None if none does."""
         return self.encoder.weight_codec()
 
     def keep_activation(self, x: Tensor, rows: RowGroups | None = None) -> SavedOperand:
-        """Return the saved form of ``x``: codes in blocks along its last axis, or ``x`` itself."""
+        """Saved form of ``x``: codes in blocks along its last axis, or ``x`` itself."""
         if self._activations == "bf16":
             return super().keep_activation(x, rows)
         dtype = x.dtype
@@ -61,30 +61,30 @@ class QuantizedRecipe(LowPrecisionRecipe):
 
     @abstractmethod
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return codes and scales of ``x``."""
+        """Codes and scales of ``x``."""
 
     @abstractmethod
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
-        """Return codes and scales of a weight for each pass."""
+        """Codes and scales of a weight for each pass."""
 
     @abstractmethod
     def encode_both(self, x: Tensor, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
-        """Return codes and scales of rows ``x``, summed along and across rows, made in one read; None: it takes two."""
+        """Codes and scales of rows ``x``, summed along and across rows, made in one read; None: it takes two."""
 
     @abstractmethod
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Any]:
-        """Return a function that makes an operand of the codes of ``x``. It keeps no reference to ``x``."""
+        """Function that makes an operand of the codes of ``x``. It keeps no reference to ``x``."""
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
-        """Return the recipe with the encoder of ``name``."""
+        """Recipe with the encoder of ``name``."""
         return type(self)(self.encoder.at(name, groups=groups), activations=self._activations)
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
-        """Return the operand."""
+        """Operand."""
         return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
 
     def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Any, SavedOperand] | None:
-        """Return the operand of the first pass, and the codes for wgrad, where rows are read once."""
+        """Operand of the first pass, and the codes for wgrad, where rows are read once."""
         both = self.encode_both(x, rows)
         if both is None:
             return None
@@ -93,7 +93,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
         return self.operand_of(x, first)(along), _saved(across, self.operand_of(x, "wgrad"))
 
     def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], Any]]:
-        """Return functions that hold codes and scales."""
+        """Functions that hold codes and scales."""
         encoded = self.encode_weight(weight, passes)
         return {
             during: partial(self.operand_of(weight, during), codes)
@@ -101,7 +101,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
         }
 
     def quantize_swiglu(self, h_RH: Tensor, weights_R: Tensor, *, rows: RowGroups | None = None) -> Any | None:
-        """Return the operand if ``h_RH`` is bf16 without gradients, blocks run along rows and no zeros are added."""
+        """Operand if ``h_RH`` is bf16 without gradients, blocks run along rows and no zeros are added."""
         scales = self.encoder.row_scales
         if scales is None or h_RH.dtype is not torch.bfloat16:
             return None
@@ -113,11 +113,11 @@ class QuantizedRecipe(LowPrecisionRecipe):
         return self.operand_of(like_a_RF, "fprop")(swiglu_quantize(h_RH, weights_R, scales=scales))
 
     def fills_up(self, x: Tensor, rows: RowGroups) -> bool:
-        """Return whether zeros are added to an input ``x`` in fprop."""
+        """Whether zeros are added to an input ``x`` in fprop."""
         return False
 
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
-        """Return the codes of an input, or a weight itself."""
+        """Codes of an input, or a weight itself."""
         if role == "weight":
             return SavedOperand((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
         return _saved(self.encode(x, role, during, rows or _NO_ROWS), self.operand_of(x, during))
@@ -128,30 +128,30 @@ class EmulatedRecipe(QuantizedRecipe):
     """Operands are fp32 tensors with values that the format can represent."""
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return codes and scales."""
+        """Codes and scales."""
         return self.encoder.encode(x, role, during, rows)
 
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
-        """Return codes and scales of a weight."""
+        """Codes and scales of a weight."""
         return self.encoder.encode_weight(x, passes)
 
     def encode_both(self, x: Tensor, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
-        """Return codes and scales of rows."""
+        """Codes and scales of rows."""
         return self.encoder.encode_both(x)
 
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Tensor]:
-        """Return the function that dequantizes."""
+        """Function that dequantizes."""
         return Quantized.dequantize
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
-        """Return the dequantized operand, fp32, through which gradients flow."""
+        """Dequantized operand, fp32, through which gradients flow."""
         if torch.is_grad_enabled() and x.requires_grad:
             return _StraightThrough.apply(x, self, role, during, rows)  # type: ignore[no-untyped-call]
         return super().quantize(x, role=role, during=during, rows=rows)
 
 
 def _saved(encoded: Quantized, operand: Callable[[Quantized], Any]) -> SavedOperand:
-    """Return codes and scales to save, and the function that makes the operand of them.
+    """Codes and scales to save, and the function that makes the operand of them.
 
     The function keeps no reference to them: a memory policy that takes them away from autograd frees them.
     """

@@ -39,13 +39,13 @@ class Scaled:
         return Scaled(self.codes.mT, (*leading, columns, rows), self.dtype, self.products)
 
     def __matmul__(self, other: Scaled) -> Tensor:
-        """Return the product of two matrices."""
+        """Product of two matrices."""
         if self.codes.codes.numel() and other.codes.codes.numel():
             return self._cut(self.products.mm(self.codes, other.codes, self.dtype), other)
         return self._zeros(self.shape[0], other.shape[1])
 
     def grouped_mm(self, other: Scaled, ends_e: Tensor) -> Tensor:
-        """Return the product group by group, as ``torch.nn.functional.grouped_mm`` defines it."""
+        """Product group by group, as ``torch.nn.functional.grouped_mm`` defines it."""
         if self.codes.codes.numel() and other.codes.codes.numel():
             return self._cut(self.products.grouped_mm(self.codes, other.codes, ends_e, self.dtype), other)
         sums_over_rows = len(other.shape) == 2
@@ -53,7 +53,7 @@ class Scaled:
         return self._zeros(*groups, self.shape[0], other.shape[-1])
 
     def _cut(self, product: Tensor, other: Scaled) -> Tensor:
-        """Return the product without the rows and columns of added zeros."""
+        """Product without the rows and columns of added zeros."""
         return product[..., : self.shape[-2], : other.shape[-1]].contiguous()
 
     def _zeros(self, *size: int) -> Tensor:
@@ -72,11 +72,11 @@ class ScaledRecipe(QuantizedRecipe):
         self._products = products
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
-        """Return the recipe with the encoder of ``name``."""
+        """Recipe with the encoder of ``name``."""
         return ScaledRecipe(self.encoder.at(name, groups=groups), self._products, activations=self._activations)
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return codes and scales, contiguous along the summed axis."""
+        """Codes and scales, contiguous along the summed axis."""
         axis = summed_axis(role, during)
         more_rows, more_columns = self._missing(x, axis, rows)
         x = _filled(x, more_rows, more_columns)
@@ -85,13 +85,13 @@ class ScaledRecipe(QuantizedRecipe):
         return _along(self.encoder.encode(x, role, during, rows), axis)
 
     def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
-        """Return codes and scales of a weight, contiguous along the axis that each pass sums over."""
+        """Codes and scales of a weight, contiguous along the axis that each pass sums over."""
         more_rows, more_columns = self._missing(x, -2, RowGroups())
         encoded = self.encoder.encode_weight(_filled(x, more_rows, more_columns), passes)
         return [_along(codes, summed_axis("weight", during)) for codes, during in zip(encoded, passes, strict=True)]
 
     def encode_both(self, x: Tensor, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
-        """Return codes and scales of rows, contiguous along the axis that each pass sums over."""
+        """Codes and scales of rows, contiguous along the axis that each pass sums over."""
         missing = self._missing(x, -1, rows)
         if missing != self._missing(x, -2, rows):
             return None
@@ -102,11 +102,11 @@ class ScaledRecipe(QuantizedRecipe):
         return _along(along, -1), _along(across, -2)
 
     def fills_up(self, x: Tensor, rows: RowGroups) -> bool:
-        """Return whether a size is not a multiple."""
+        """Whether a size is not a multiple."""
         return self._missing(x, -1, rows) != (0, 0)
 
     def _missing(self, x: Tensor, axis: int, rows: RowGroups) -> tuple[int, int]:
-        """Return how many rows and columns of zeros are added for a sum along ``axis``."""
+        """How many rows and columns of zeros are added for a sum along ``axis``."""
         more_rows, more_columns = (-size % self._products.multiple for size in x.shape[-2:])
         if rows.ends_e is not None and axis == -1:
             # Rows of groups are not padded: dispatchers align them, and here nothing sums over them.
@@ -114,18 +114,18 @@ class ScaledRecipe(QuantizedRecipe):
         return more_rows, more_columns
 
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Scaled]:
-        """Return a function that adds shape and dtype to codes."""
+        """Function that adds shape and dtype to codes."""
         dtype = torch.float32 if during == "wgrad" else torch.bfloat16
         return partial(Scaled, shape=tuple(x.shape), dtype=dtype, products=self._products)
 
 
 def _filled(x: Tensor, more_rows: int, more_columns: int) -> Tensor:
-    """Return ``x`` with rows and columns of zeros added; without any, ``x`` itself."""
+    """``x`` with rows and columns of zeros added; without any, ``x`` itself."""
     if not more_rows and not more_columns:
         return x
     return F.pad(x, (0, more_columns, 0, more_rows))
 
 
 def _along(encoded: Quantized, axis: int) -> Quantized:
-    """Return the same numbers with codes contiguous along ``axis``. Another axis takes square blocks or none."""
+    """Same numbers with codes contiguous along ``axis``. Another axis takes square blocks or none."""
     return encoded if encoded.axis == axis else encoded.along(axis)

@@ -33,11 +33,11 @@ class SwizzledProducts(Products):
 
     @abstractmethod
     def codes_of(self, operand: Quantized) -> Tensor:
-        """Return codes in the form that torch takes."""
+        """Codes in the form that torch takes."""
 
     @abstractmethod
     def scaling(self, tiles: Tensor, operand: Quantized, ends_e: Tensor | None) -> dict[str, Any]:
-        """Return torch's arguments for the scales: ``scale``, ``scale_recipe`` and ``swizzle``.
+        """Torch's arguments for the scales: ``scale``, ``scale_recipe`` and ``swizzle``.
 
         ``ends_e``: ends of the operand's groups; None without groups.
         """
@@ -63,7 +63,7 @@ class SwizzledProducts(Products):
         return out_eOI.to(out_dtype).where(has_rows_e[:, None, None], 0)
 
     def _grouped(self, a: Quantized, b: Quantized, ends_e: Tensor, scaling: dict[str, Any]) -> Tensor:
-        """Return the product of groups in bf16."""
+        """Product of groups in bf16."""
         product: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
             self.codes_of(a), self.codes_of(b), **scaling, offs=ends_e, output_dtype=torch.bfloat16
         )
@@ -72,7 +72,7 @@ class SwizzledProducts(Products):
     def _scaling_of_both(
         self, a: Quantized, b: Quantized, *, tiles: tuple[Tensor, Tensor], ends: tuple[Tensor | None, Tensor | None]
     ) -> dict[str, Any]:
-        """Return torch's arguments for the scales of both operands: ``scale_a``, ``scale_b``, and so on."""
+        """Torch's arguments for the scales of both operands: ``scale_a``, ``scale_b``, and so on."""
         arguments = {}
         for side, operand, operand_tiles, ends_e in zip("ab", (a, b), tiles, ends, strict=True):
             for name, value in self.scaling(operand_tiles, operand, ends_e).items():
@@ -119,7 +119,7 @@ class NVFP4Products(SwizzledProducts):
 
 
 def _scales(operand: Quantized) -> Tensor:
-    """Return the scales of an operand whose last axis is summed over, one per row. Square blocks repeat theirs."""
+    """Scales of an operand whose last axis is summed over, one per row. Square blocks repeat theirs."""
     assert operand.block is not None
     rows = operand.block[0]
     if rows == 1:
@@ -129,7 +129,7 @@ def _scales(operand: Quantized) -> Tensor:
 
 
 def _of_groups(level: Tensor, operand: Quantized, ends_e: Tensor) -> Tensor:
-    """Return the scale of each group, taken from its first block of rows; any scale for a group without rows."""
+    """Scale of each group, taken from its first block of rows; any scale for a group without rows."""
     assert operand.block is not None
     # One number for each row of blocks (n, 1), or in a transpose for each column of blocks (1, n).
     step = operand.block[1] if level.shape[-1] > 1 else operand.block[0]

@@ -40,7 +40,7 @@ class CurrentScales(Encoder):
     square_weights = True
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return the operand."""
+        """Operand."""
         return quantize_tensor(x, fmt=FORMATS[role], ends_e=rows.ends_e)
 
 
@@ -59,7 +59,7 @@ class DelayedScales(Encoder):
         self._algorithm = algorithm
 
     def at(self, name: str, *, groups: int | None = None) -> Encoder:
-        """Return the encoder of a GEMM, or this one where no GEMM is named yet."""
+        """Encoder of a GEMM, or this one where no GEMM is named yet."""
         if groups is None:
             return self
         return GemmScales(name, groups, self._history, self._margin, self._algorithm)
@@ -95,7 +95,7 @@ class GemmScales(nn.Module, Encoder, Meter):
         self.register_buffer("largest", torch.zeros(shape), persistent=False)
 
     def state_spec(self) -> Sequence[State]:
-        """Return the scales, the history from which the next ones come, and the magnitudes of the current step."""
+        """Scales, the history from which the next ones come, and the magnitudes of the current step."""
         return (
             State("scale", tuple(self.scale.shape)),
             State("history", tuple(self.history.shape)),
@@ -103,7 +103,7 @@ class GemmScales(nn.Module, Encoder, Meter):
         )
 
     def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
-        """Return the operand; in training, record its magnitude. If that is not finite, the whole group is NaN."""
+        """Operand; in training, record its magnitude. If that is not finite, the whole group is NaN."""
         operand = list(FORMATS).index(role)
         amax = matrix_amax(x) if rows.ends_e is None else group_amax(x, rows.ends_e)
         if self.training:
@@ -114,7 +114,7 @@ class GemmScales(nn.Module, Encoder, Meter):
         return quantize_tensor(x, fmt=FORMATS[role], scale=scale, ends_e=rows.ends_e)
 
     def encode_activation(self, x: Tensor, rows: RowGroups) -> Quantized:
-        """Return the codes of a tensor that is not an operand, scaled by its own magnitude."""
+        """Codes of a tensor that is not an operand, scaled by its own magnitude."""
         return quantize_tensor(x, ends_e=rows.ends_e)
 
     def update(self, reduced: Mapping[str, Tensor]) -> None:

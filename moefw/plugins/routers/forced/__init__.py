@@ -26,11 +26,11 @@ class Forced(RouterPlugin):
     known_counts: bool = True
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the partition: a token's experts depend on its position in the micro-batch."""
+        """Partition: a token's experts depend on its position in the micro-batch."""
         return moefw.offers(partition=("micro_batch",))
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return a problem unless K different experts exist."""
+        """Problem unless K different experts exist."""
         k = site.dims.top_k
         experts = site.dims.num_experts
         if 1 <= k <= experts:
@@ -39,7 +39,7 @@ class Forced(RouterPlugin):
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", fix)]
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
-        """Return the router of one layer."""
+        """Router of one layer."""
         from moefw.plugins.routers.forced.router import ForcedRouter
         from moefw.runtime.parallel.shared_tokens import token_groups
 

@@ -33,7 +33,7 @@ class ForcedRouter(nn.Module, Router):
         self._groups = groups
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Return the routing of the tokens; masked tokens are not routed, and no other token takes their turns."""
+        """Routing of the tokens; masked tokens are not routed, and no other token takes their turns."""
         logits_TE = wide_linear(x_TD, self.weight, torch.float32)
         recorded_TK = batch.route(self._layer, len(x_TD), self._top_k)
         ids_TK = self._in_turn(len(x_TD), batch) if recorded_TK is None else recorded_TK
@@ -51,13 +51,13 @@ class ForcedRouter(nn.Module, Router):
         )
 
     def _in_turn(self, num_tokens: int, batch: Batch) -> Tensor:
-        """Return the experts of each token, ``(T, K)``, by its place in the micro-batch."""
+        """Experts of each token, ``(T, K)``, by its place in the micro-batch."""
         index_T = index_in_micro_batch(batch, num_tokens, self._groups[batch.cp])
         choice_K = torch.arange(self._top_k, device=index_T.device)
         return (index_T.unsqueeze(1) * self._top_k + choice_K).remainder(self._num_experts)
 
     def _counts(self, num_tokens: int, batch: Batch) -> tuple[int, ...] | None:
-        """Return how many choices each expert has on every rank; None if that may differ between ranks."""
+        """How many choices each expert has on every rank; None if that may differ between ranks."""
         if batch.lengths is not None:
             return None
         is_shared = self._groups[batch.cp] is not None

@@ -30,11 +30,11 @@ class Sinkhorn(RouterPlugin):
     dtype: Literal["fp32", "fp64"] = "fp32"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the partition: routing looks at all tokens of a micro-batch together."""
+        """Partition: routing looks at all tokens of a micro-batch together."""
         return moefw.offers(partition=("micro_batch",))
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return a problem unless K experts exist."""
+        """Problem unless K experts exist."""
         k = site.dims.top_k
         experts = site.dims.num_experts
         if 1 <= k <= experts:
@@ -43,7 +43,7 @@ class Sinkhorn(RouterPlugin):
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", fix)]
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
-        """Return the router of one layer."""
+        """Router of one layer."""
         from moefw.plugins.routers.sinkhorn.router import SinkhornRouter
         from moefw.runtime.parallel.shared_tokens import token_groups
 

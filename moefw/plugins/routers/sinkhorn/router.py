@@ -44,7 +44,7 @@ class SinkhornRouter(nn.Module, Router):
         self._groups = groups
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Return the routing of the tokens; masked tokens are not routed, not counted, and do not affect scaling."""
+        """Routing of the tokens; masked tokens are not routed, not counted, and do not affect scaling."""
         mask_T = batch.mask_T
         logits_TE = wide_linear(x_TD, self.weight, self._dtype)
         scores_TE = logits_TE.sigmoid() if self._top_k == 1 else logits_TE.softmax(-1)
@@ -73,7 +73,7 @@ class SinkhornRouter(nn.Module, Router):
         )
 
     def _plan(self, logits_TE: Tensor, batch: Batch) -> Tensor:
-        """Return this rank's rows of the transport plan of the micro-batch."""
+        """This rank's rows of the transport plan of the micro-batch."""
         mask_T = batch.mask_T
         whole = WholeMicroBatch(batch, len(logits_TE), self._groups[batch.cp])
         mask_N = None if mask_T is None else whole.of(mask_T)
@@ -82,7 +82,7 @@ class SinkhornRouter(nn.Module, Router):
 
 @torch.no_grad()
 def balanced(logits_TE: Tensor, mask_T: Tensor | None, max_rounds: int) -> Tensor:
-    """Return the transport plan ``d0 * exp(logits) * d1`` (T, E), by which experts are chosen.
+    """Transport plan ``d0 * exp(logits) * d1`` (T, E), by which experts are chosen.
 
     From ``d1 = 1``: ``d0_i = 1 / (N (sum_j d1_j c_ij + 1e-8))`` over N valid tokens, ``d1_j = 1 / (E (sum_i d0_i c_ij
     + 1e-8))``, until d1 changes by less than 1e-4 in the mean. Rows of c are exp(l - max l): exp cannot overflow, and

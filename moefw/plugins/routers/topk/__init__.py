@@ -38,7 +38,7 @@ class TopK(Options, RouterPlugin):
     name: ClassVar[str] = "topk"
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Return the partition that routing looks at. State of past global batches does not widen it."""
+        """Partition that routing looks at. State of past global batches does not widen it."""
         levels = {rule.level for rule in self.balance}
         partition = "token"
         if "aux_loss over sequence" in levels:
@@ -50,7 +50,7 @@ class TopK(Options, RouterPlugin):
         return moefw.offers(partition=(partition,))
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the needs: padded rows for ``capacity.pad``, and a model that adds losses over all layers."""
+        """Needs: padded rows for ``capacity.pad``, and a model that adds losses over all layers."""
         needs = []
         if self.capacity is not None and self.capacity.pad:
             reason = "capacity.pad gives every expert the same number of rows"
@@ -99,7 +99,7 @@ class TopK(Options, RouterPlugin):
             yield moefw.Problem(what, "Leave it out, or use score: softmax.", "pre_softmax")
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
-        """Return the router of one layer."""
+        """Router of one layer."""
         from moefw.plugins.routers.topk.router import TopKRouter
         from moefw.runtime.parallel.shared_tokens import token_groups
 

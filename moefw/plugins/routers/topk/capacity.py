@@ -30,11 +30,11 @@ class Limit:
         self.groups = groups if options.over == "micro_batch" else None
 
     def of(self, num_tokens: int) -> int:
-        """Return the limit for ``num_tokens`` tokens."""
+        """Limit for ``num_tokens`` tokens."""
         return -(-num_tokens * self.share.numerator // self.share.denominator)
 
     def kept(self, ids_TK: Tensor, weights_TK: Tensor, batch: Batch) -> Tensor | None:
-        """Return which choices are kept, bool (T, K), False for -1; None if no expert can overflow."""
+        """Which choices are kept, bool (T, K), False for -1; None if no expert can overflow."""
         group = None if self.groups is None else self.groups[batch.cp]
         num_tokens = len(ids_TK) if group is None else len(ids_TK) * group.size()
         capacity = self.of(num_tokens)

@@ -31,7 +31,7 @@ micro-batch choose each expert, and how many there are, (E + 1)."""
 
 
 def rows_of(level: str, batch: Batch, num_tokens: int) -> Rows | None:
-    """Return the rows of tokens that a level balances. None: all tokens, whose mass need not be added up in order."""
+    """Rows of tokens that a level balances. None: all tokens, whose mass need not be added up in order."""
     if level == "sequence":
         return sequences(batch, num_tokens)
     if level == "micro_batch":
@@ -40,7 +40,7 @@ def rows_of(level: str, batch: Batch, num_tokens: int) -> Rows | None:
 
 
 def sequences(batch: Batch, num_tokens: int) -> Rows:
-    """Return a row for each sequence. Raises ContractError if the tokens are not those of the batch."""
+    """Row for each sequence. Raises ContractError if the tokens are not those of the batch."""
     count = len(batch.lengths or batch.ids_BS)
     if batch.lengths is None and batch.part is None and num_tokens == batch.ids_BS.numel():
         return Rows(count)
@@ -52,7 +52,7 @@ def sequences(batch: Batch, num_tokens: int) -> Rows:
 
 
 def load_loss(mass_E: Tensor, load_E: Tensor) -> Tensor:
-    """Return the loss against the load of the last whole global batch (uniform before the first).
+    """Loss against the load of the last whole global batch (uniform before the first).
 
     One step late, on purpose: nothing is exchanged in forward, and no split of the batch changes it. It is the Switch
     loss with counts from elsewhere.
@@ -61,7 +61,7 @@ def load_loss(mass_E: Tensor, load_E: Tensor) -> Tensor:
 
 
 def over_model(layers: Sequence[Pooled]) -> Tensor:
-    """Return the load-balancing loss over the tokens of all layers together, times the valid tokens.
+    """Load-balancing loss over the tokens of all layers together, times the valid tokens.
 
     It is this rank's part of the loss, from its masses and the counts of all ranks.
 
@@ -98,7 +98,7 @@ class Losses:
         batch: Batch,
         load_E: Tensor | None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Pooled]:
-        """Return each loss by name (coefficient times mean times valid tokens), statistics, and what layers pool.
+        """Each loss by name (coefficient times mean times valid tokens), statistics, and what layers pool.
 
         ``ids_TK`` are the plain top-k of the valid tokens if the router has chosen those.
         """
@@ -137,7 +137,7 @@ class Losses:
             dist.all_reduce(seen_RX, group=group)
 
     def over_layers(self, layers: Sequence[Pooled]) -> dict[str, Tensor]:
-        """Return the loss over all layers by name, if there is one."""
+        """Loss over all layers by name, if there is one."""
         if self.over_model is None:
             return {}
         return {NAMES["model"]: self.over_model * over_model(layers)}

@@ -42,7 +42,7 @@ class Balance:
     ema: float | None = field(default=None, validator=optional(and_(ge(0.0), lt(1.0))))
 
     def option(self, name: str) -> Any:
-        """Return an option of this rule's kind: as set, else its default."""
+        """Option of this rule's kind: as set, else its default."""
         value = getattr(self, name)
         return OWN[self.kind][name] if value is None else value
 
@@ -99,7 +99,7 @@ class Options:
     dtype: Literal["fp32", "fp64"] = "fp32"
 
     def renormalised(self, top_k: int) -> bool:
-        """Return whether chosen scores other than softmax are divided by their sum."""
+        """Whether chosen scores other than softmax are divided by their sum."""
         if self.renormalise is None:
             return top_k > 1
         return self.renormalise

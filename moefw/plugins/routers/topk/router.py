@@ -92,11 +92,11 @@ class TopKRouter(nn.Module, Router):
             self.register_buffer(LOAD, torch.ones(experts), persistent=False)
 
     def state_spec(self) -> Sequence[State]:
-        """Return the bias of choices and the load that a loss reads, if there are any."""
+        """Bias of choices and the load that a loss reads, if there are any."""
         return self._states
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
-        """Return the routing of the tokens; masked tokens are not routed and not counted."""
+        """Routing of the tokens; masked tokens are not routed and not counted."""
         mask_T = batch.mask_T
         if self._jitter and self.training:
             x_TD = jittered(x_TD.to(self._dtype), batch, self._jitter, self._layer)
@@ -145,7 +145,7 @@ class TopKRouter(nn.Module, Router):
         )
 
     def over_layers(self, pooled: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Return the balance loss over the tokens of all layers, if there is one."""
+        """Balance loss over the tokens of all layers, if there is one."""
         if self._losses is None:
             return {}
         return self._losses.over_layers(pooled)
@@ -153,7 +153,7 @@ class TopKRouter(nn.Module, Router):
     def _route_to(
         self, replayed_TK: Tensor | None, logits_TE: Tensor, bias_E: Tensor | None, batch: Batch
     ) -> tuple[Chosen, Stats]:
-        """Return the routing to replayed experts, or else to those that the quantile chooses, and its statistics."""
+        """Routing to replayed experts, or else to those that the quantile chooses, and its statistics."""
         mask_T = batch.mask_T
         stats: Stats = {}
         if self._quantile is not None:
@@ -166,7 +166,7 @@ class TopKRouter(nn.Module, Router):
     def _drop(
         self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats, batch: Batch
     ) -> tuple[Tensor, Tensor, int | None]:
-        """Return ids and weights of the kept choices, and the size to pad groups to. Adds ``dropped_choices`` to stats.
+        """Ids and weights of the kept choices, and the size to pad groups to. Adds ``dropped_choices`` to stats.
 
         The very same ids if all are kept, as in dropless evaluation and generation.
         """
@@ -207,7 +207,7 @@ class TopKRouter(nn.Module, Router):
 
 
 def jittered(x_TD: Tensor, batch: Batch, eps: float, layer: int) -> Tensor:
-    """Return ``x * U(1-eps, 1+eps)``, drawn for (sequence seed, position, feature, layer); ``x`` without seeds."""
+    """``x * U(1-eps, 1+eps)``, drawn for (sequence seed, position, feature, layer); ``x`` without seeds."""
     draws = batch.draws
     if draws is None:
         return x_TD

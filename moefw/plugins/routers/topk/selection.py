@@ -32,7 +32,7 @@ class BelowQuantile:
 
     @torch.no_grad()
     def __call__(self, ranking_TE: Tensor, bias_E: Tensor | None, batch: Batch) -> tuple[Tensor, Stats]:
-        """Return the ids (T, K), and as statistics the fair beta, to be averaged over the global batch.
+        """Ids (T, K), and as statistics the fair beta, to be averaged over the global batch.
 
         ``quantile_sum`` (E) is that beta times ``quantile_tokens`` (1), the number of valid tokens of this rank.
         """
@@ -47,7 +47,7 @@ class BelowQuantile:
         return best.indices[:, : self.k], stats
 
     def _fair(self, margin_NE: Tensor, mask_N: Tensor | None) -> Tensor:
-        """Return the fair beta (E) in fp32, given ``l_e - alpha`` of all tokens; 0 if no token is valid."""
+        """Fair beta (E) in fp32, given ``l_e - alpha`` of all tokens; 0 if no token is valid."""
         num_tokens = len(margin_NE)
         if not num_tokens:
             return torch.zeros(self.num_experts, device=margin_NE.device)
@@ -62,7 +62,7 @@ class BelowQuantile:
 
 
 def next_quantile(beta_E: Tensor, reduced: Mapping[str, Tensor], ema: float) -> Tensor:
-    """Return ``ema * beta + (1 - ema) * (token-weighted mean of the fair betas)``; beta where there was no token."""
+    """``ema * beta + (1 - ema) * (token-weighted mean of the fair betas)``; beta where there was no token."""
     tokens = reduced["quantile_tokens"]
     fair_E = reduced["quantile_sum"] / tokens.clamp_min(1)
     return torch.where(tokens > 0, ema * beta_E + (1.0 - ema) * fair_E, beta_E)

@@ -46,7 +46,7 @@ class Sample(moefw.AttentionPlugin):
         ]
 
     def build(self, context: moefw.BuildContext) -> moefw.Attention:
-        """Return the attention of one layer on this rank."""
+        """Attention of one layer on this rank."""
         from moefw_sample.attention import SampleAttention
 
         return SampleAttention(context, self.num_heads, self.head_dim)

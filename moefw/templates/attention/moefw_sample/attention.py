@@ -37,15 +37,15 @@ class SampleAttention(nn.Module, moefw.CachedAttention):
         self._core = context.region("core_attn", self._core_attn)
 
     def tables(self, batch: moefw.Batch) -> Table:
-        """Return cosines and sines of all positions."""
+        """Cosines and sines of all positions."""
         return rope_table(self.rope, self.width, batch)
 
     def forward(self, x_tD: Tensor, tables: Table, batch: moefw.Batch) -> Tensor:
-        """Return ``(t, D)``. Each rank of tp has its part of the tokens, and attends with all of them."""
+        """``(t, D)``. Each rank of tp has its part of the tokens, and attends with all of them."""
         return self._attended(x_tD, tables, batch, None)[0]
 
     def extend(self, x_tD: Tensor, tables: Table, batch: moefw.Batch, past: Any) -> tuple[Tensor, Any]:
-        """Return ``(t, D)``, and keys and values of all tokens so far, ``(B, heads, positions, d)``."""
+        """``(t, D)``, and keys and values of all tokens so far, ``(B, heads, positions, d)``."""
         return self._attended(x_tD, tables, batch, past)
 
     def _attended(self, x_tD: Tensor, tables: Table, batch: moefw.Batch, past: Any) -> tuple[Tensor, Any]:
@@ -60,6 +60,6 @@ class SampleAttention(nn.Module, moefw.CachedAttention):
         return out_tD, kept
 
     def _core_attn(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Return ``(T, H d)``."""
+        """``(T, H d)``."""
         out_BHSd = self._attend(q, k, v, mask)
         return out_BHSd.transpose(1, 2).flatten(0, 1).flatten(1)

@@ -23,7 +23,7 @@ class Sample(moefw.ContextParallelPlugin):
             yield moefw.need("core", ("sdpa", "flex"), reason="keys are gathered around the core")
 
     def build(self, context: moefw.BuildContext) -> moefw.ContextAttention:
-        """Return the core of the attention of one layer."""
+        """Core of the attention of one layer."""
         from moefw_sample.context import SampleAttention
 
         return SampleAttention(context.layout)

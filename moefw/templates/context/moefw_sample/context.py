@@ -36,7 +36,7 @@ class SampleAttention(moefw.ContextAttention):
         sinks_H: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Return ``out_BHSe`` of this rank's queries."""
+        """``out_BHSe`` of this rank's queries."""
 
         def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             whole = (self._whole(x, mask) for x in (q, k, v))
@@ -47,6 +47,6 @@ class SampleAttention(moefw.ContextAttention):
         return out
 
     def _whole(self, own_BHSd: Tensor, mask: Mask) -> Tensor:
-        """Return all positions of the heads. Differentiable: gradients of a position add up on its rank."""
+        """All positions of the heads. Differentiable: gradients of a position add up on its rank."""
         (by_rank,) = finish(gather([own_BHSd.movedim(2, 0)], self.cut.group))
         return self.cut.whole(by_rank, 0, mask.lengths).movedim(0, 2)

@@ -31,7 +31,7 @@ class Sample(moefw.DispatcherPlugin):
         return [moefw.need("axis", "ep", reason="rows travel along the expert-parallel axis")]
 
     def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
-        """Return the dispatcher that all equal layers of this process share."""
+        """Dispatcher that all equal layers of this process share."""
         from moefw_sample.dispatcher import SampleDispatcher
 
         row_alignment = context.facts["row_alignment"]

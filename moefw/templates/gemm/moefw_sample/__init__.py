@@ -43,7 +43,7 @@ class Sample(moefw.GemmPlugin):
         ]
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
-        """Return the experts of one layer on this rank."""
+        """Experts of one layer on this rank."""
         from moefw_sample.gemm import SampleExperts
 
         return SampleExperts(context)

@@ -35,7 +35,7 @@ class SampleExperts(nn.Module, moefw.ExpertGemm):
         self._activate = context.region("moe_act", self._activate_and_project)
 
     def forward(self, batch: moefw.ExpertBatch) -> Tensor:
-        """Return ``rows_RD``; rows past the last group are not read and come out as zero."""
+        """``rows_RD``; rows past the last group are not read and come out as zero."""
         assert batch.counts_host is not None, "needs() asks for counts on the host"
         unused = len(batch.rows_RD) - sum(batch.counts_host)
         sizes = [*batch.counts_host, unused]

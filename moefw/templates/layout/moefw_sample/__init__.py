@@ -20,7 +20,7 @@ class Sample(moefw.LayoutPlugin):
     ep: int = field(default=1, validator=ge(1))
 
     def plan(self, world: int | None) -> moefw.MeshPlan:
-        """Return the meshes of ``world`` ranks; None: of the smallest world that fits, ``ep`` ranks.
+        """Meshes of ``world`` ranks; None: of the smallest world that fits, ``ep`` ranks.
 
         Axes are ordered from outermost to innermost, so the last one joins neighbouring ranks. Each mesh has all of its
         axes, even those of size 1, because other parts use them.

@@ -21,7 +21,7 @@ class Sample(moefw.MemoryPlugin):
     mechanism: ClassVar[str] = "keep"
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
-        """Return the policy."""
+        """Policy."""
         from moefw_sample.memory import SamplePolicy
 
         return SamplePolicy()

@@ -16,7 +16,7 @@ class SamplePolicy(moefw.MemoryPolicy):
     """Handles each tensor when it is saved and again when backward needs it: the place to move or to pack it."""
 
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with its saved tensors treated. Values and gradients stay the same bits."""
+        """``function`` with its saved tensors treated. Values and gradients stay the same bits."""
 
         @wraps(function)
         def treated(*args: Any, **kwargs: Any) -> Any:
@@ -27,10 +27,10 @@ class SamplePolicy(moefw.MemoryPolicy):
 
 
 def _pack(saved: Tensor) -> Tensor:
-    """Return the object to hold until backward. Parameters that an operation saves also arrive here."""
+    """Object to hold until backward. Parameters that an operation saves also arrive here."""
     return saved
 
 
 def _unpack(held: Tensor) -> Tensor:
-    """Return the tensor that was saved, bit for bit."""
+    """Tensor that was saved, bit for bit."""
     return held

@@ -18,7 +18,7 @@ class Sample(moefw.PipelinePlugin):
     name: ClassVar[str] = "sample"
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
-        """Return what each rank runs. It waits at each pass for the tensors that the pass needs."""
+        """What each rank runs. It waits at each pass for the tensors that the pass needs."""
         numbers = range(micro_batches)
         return [
             [

@@ -21,7 +21,7 @@ class Sample(moefw.PrecisionPlugin):
         return moefw.offers(operand=("fp32",), wire=("fp32",))
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
-        """Return the recipe of one layer."""
+        """Recipe of one layer."""
         from moefw_sample.precision import SampleRecipe
 
         return SampleRecipe()

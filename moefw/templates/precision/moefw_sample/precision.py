@@ -17,5 +17,5 @@ class SampleRecipe(moefw.Precision):
     residual_dtype: ClassVar[Any] = torch.float32
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
-        """Return the operand that replaces ``x`` in a GEMM."""
+        """Operand that replaces ``x`` in a GEMM."""
         return x.to(torch.float32)

@@ -28,7 +28,7 @@ class Sample(moefw.RouterPlugin):
         return moefw.offers(partition=("token",))
 
     def check(self, site: moefw.Site) -> Sequence[moefw.Problem]:
-        """Return a problem if there are fewer than K experts."""
+        """Problem if there are fewer than K experts."""
         k = site.dims.top_k
         experts = site.dims.num_experts
         if k <= experts:
@@ -36,7 +36,7 @@ class Sample(moefw.RouterPlugin):
         return [moefw.Problem(f"top_k {k} of {experts} experts cannot be chosen.", "Use a smaller model.top_k.")]
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
-        """Return the router of one layer."""
+        """Router of one layer."""
         from moefw_sample.router import SampleRouter
 
         return SampleRouter(context.site, temperature=self.temperature)

@@ -25,7 +25,7 @@ class SampleRouter(nn.Module, moefw.Router):
         self._temperature = temperature
 
     def forward(self, x_TD: Tensor, batch: moefw.Batch) -> moefw.Routing:
-        """Return the routing of the tokens; masked tokens are neither sent nor counted."""
+        """Routing of the tokens; masked tokens are neither sent nor counted."""
         logits_TE = linear(x_TD.float(), self.weight.float()) / self._temperature
         scores_TE = logits_TE.softmax(-1)
         ids_TK = batch.route(self._layer, len(x_TD), self._top_k)

@@ -34,7 +34,7 @@ class Blend(DataSourcePlugin):
         return self.parts
 
     def check(self, site: Site) -> Sequence[moefw.Problem | Iterator[moefw.Problem]]:
-        """Return the problems: no part, or a blend as one; a vocabulary of a part's own; weights of no round ratio."""
+        """Problems: no part, or a blend as one; a vocabulary of a part's own; weights of no round ratio."""
         return [self._of_parts(), self._of_weights()]
 
     def _of_parts(self) -> Iterator[moefw.Problem]:
@@ -56,14 +56,14 @@ class Blend(DataSourcePlugin):
             yield moefw.Problem(what, "Round them, for example to three digits.", "parts")
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
-        """Return the data of all parts. Raises DataError, and PlanError if the parts have different tokenizers."""
+        """Data of all parts. Raises DataError, and PlanError if the parts have different tokenizers."""
         from moefw.training.data.blend.source import BlendSource
 
         weights = whole_weights(part.weight for part in self.sources)
         return BlendSource([part.prepare(cache_dir) for part in self.sources], weights)
 
     def anchored(self) -> Blend:
-        """Return the same parts, with absolute paths."""
+        """Same parts, with absolute paths."""
         return evolve(self, parts=tuple(part.anchored() for part in self.sources))
 
 

@@ -30,11 +30,11 @@ class BlendOrder:
     begin: int = 0
 
     def first(self, step: int) -> int:
-        """Return how many sequences come before ``step`` (from 0)."""
+        """How many sequences come before ``step`` (from 0)."""
         return self.begin + step * self.sequences_per_step
 
     def starts(self, step: int) -> NDArray[np.int64]:
-        """Return where the windows of ``step`` (from 0) start: ``(sequences_per_step,)``, int64."""
+        """Where the windows of ``step`` (from 0) start: ``(sequences_per_step,)``, int64."""
         first = self.first(step)
         repeated = pattern(self.weights)
         times, rest = divmod(first, len(repeated))
@@ -48,7 +48,7 @@ class BlendOrder:
 
 
 def training_order(data: DataSource, *, seq_len: int, sequences_per_step: int, seed: int) -> BatchOrder | BlendOrder:
-    """Return the training order over prepared data. Raises DataError if a source has less than one window."""
+    """Training order over prepared data. Raises DataError if a source has less than one window."""
 
     def order(num_tokens: int, seed: int) -> BatchOrder:
         return BatchOrder(num_tokens=num_tokens, seq_len=seq_len, sequences_per_step=sequences_per_step, seed=seed)

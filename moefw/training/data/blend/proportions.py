@@ -16,7 +16,7 @@ LONGEST: Final = 100_000
 
 
 def whole_weights(weights: Iterable[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the proportions of weights, which are taken as they are written: 0.7 : 0.3
+    """Smallest whole numbers in the proportions of weights, which are taken as they are written: 0.7 : 0.3
     is 7 : 3.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
@@ -27,7 +27,7 @@ def whole_weights(weights: Iterable[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def pattern(weights: Sequence[int]) -> NDArray[Any]:
-    """Return the source of each of ``sum(weights)`` sequences, int32; the next ones repeat them.
+    """Source of each of ``sum(weights)`` sequences, int32; the next ones repeat them.
 
     A sequence is from the source that is furthest behind its share, the first of several, as in Megatron-LM
     (``build_blending_indices``): its share of the sequences before, of one sequence at the beginning, less its number

@@ -30,16 +30,16 @@ class Joined(TokenStream):
         self._told = all(stream.document_starts(0, 1) is not None for stream in streams)
 
     def __len__(self) -> int:
-        """Return the number of tokens of all streams."""
+        """Number of tokens of all streams."""
         return self._size
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` ids from ``start``, int64. Raises what the streams raise, and names the stream."""
+        """``count`` ids from ``start``, int64. Raises what the streams raise, and names the stream."""
         parts = [read_ids(stream, at, size, self._vocab_size) for stream, _, at, size in self._parts(start, count)]
         return np.concatenate(parts)
 
     def document_starts(self, start: int, count: int) -> NDArray[np.int64] | None:
-        """Return where documents start; None if a stream does not know."""
+        """Where documents start; None if a stream does not know."""
         if not self._told:
             return None
         parts = [np.empty(0, np.int64)]
@@ -94,11 +94,11 @@ class BlendSource(DataSource):
         return sum(source.num_heldout_bytes for source in self._sources)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of text by the tokenizer of all sources."""
+        """Ids of text by the tokenizer of all sources."""
         return self._sources[0].encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids by the tokenizer of all sources."""
+        """Text of ids by the tokenizer of all sources."""
         return self._sources[0].decode(ids)
 
     def save_tokenizer(self, folder: Path) -> None:

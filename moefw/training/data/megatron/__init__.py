@@ -32,18 +32,18 @@ class Megatron(DataSourcePlugin):
     heldout: float = field(default=0.01, validator=and_(gt(0.0), lt(1.0)))
 
     def needs_to_train(self, site: Site) -> Sequence[moefw.Need]:
-        """Return the need of bytes for token ids."""
+        """Need of bytes for token ids."""
         return [token_ids(self.tokenizer, NUM_BYTES)] if self.tokenizer == "bytes" else []
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Return the problem of a tokenizer that would be made from text, which is not there."""
+        """Problem of a tokenizer that would be made from text, which is not there."""
         if not re.fullmatch("bpe-[0-9]+", self.tokenizer):
             return []
         what = f"{self.tokenizer} is made from text, and these files hold ids."
         return [moefw.Problem(what, "Name the tokenizer.json that made the ids.", "tokenizer")]
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
-        """Return the data. The first call checks the whole index; ids are checked as they are read. Raises DataError.
+        """Data. The first call checks the whole index; ids are checked as they are read. Raises DataError.
 
         The ids stay where they are. ``cache_dir`` gets the document starts, the held-out text, and a hash of each part
         of the ids as it is first read.
@@ -53,7 +53,7 @@ class Megatron(DataSourcePlugin):
         return prepare_megatron(self.path, self.tokenizer, self.heldout, cache_dir)
 
     def anchored(self) -> Megatron:
-        """Return the same files and tokenizer, with absolute paths."""
+        """Same files and tokenizer, with absolute paths."""
         tokenizer = self.tokenizer if self.tokenizer == "bytes" else absolute(self.tokenizer)
         return evolve(self, path=absolute(self.path), tokenizer=tokenizer)
 

@@ -34,7 +34,7 @@ _STARTS = "documents.starts"
 
 
 def prepare_megatron(path: str, tokenizer: str, heldout: float, cache_dir: Path) -> PreparedSource:
-    """Return the data, checked in this call unless an earlier one did it. Raises DataError."""
+    """Data, checked in this call unless an earlier one did it. Raises DataError."""
     ids, index = _pair(path)
     content = read_tokenizer(tokenizer)
     name = tokenizer if content is None else fingerprint(content)
@@ -59,7 +59,7 @@ def prepare_megatron(path: str, tokenizer: str, heldout: float, cache_dir: Path)
 
 
 def _pair(path: str) -> tuple[Path, Path]:
-    """Return the file of ids and the index."""
+    """File of ids and the index."""
     root = os.path.abspath(os.path.expanduser(path)).removesuffix(".bin").removesuffix(".idx")
     return Path(f"{root}.bin"), Path(f"{root}.idx")
 
@@ -108,7 +108,7 @@ def _starts(path: Path) -> NumberFile:
 
 
 def _cut(starts: NumberFile, num_tokens: int, share: float) -> int:
-    """Return the number of tokens to train on: to a document's start, unless that leaves less than half of a share."""
+    """Number of tokens to train on: to a document's start, unless that leaves less than half of a share."""
     if num_tokens < 2:
         raise DataError(f"data.path: {num_tokens} token is too little to hold some out.", "Name more text.")
     num_heldout = max(1, min(round(num_tokens * share), HELDOUT_TOKENS, num_tokens - 1))
@@ -136,7 +136,7 @@ def _text(stream: TokenFile, tokenizer: TextTokenizer, name: str) -> Iterator[by
 
 
 def _sample(file: HashedFile) -> str:
-    """Return a hash of chunks spread over a file, the first and the last among them."""
+    """Hash of chunks spread over a file, the first and the last among them."""
     digest = hashlib.sha256()
     last = num_chunks(file.size) - 1
     for chunk in sorted({last * part // (SAMPLED_CHUNKS - 1) for part in range(SAMPLED_CHUNKS)}):

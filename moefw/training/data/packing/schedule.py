@@ -48,27 +48,27 @@ class Room:
     token_work: float
 
     def work(self, lengths: Sequence[int], size: int) -> float:
-        """Return the work of each rank for sequences that ``size`` ranks share: scores, products, keys of others."""
+        """Work of each rank for sequences that ``size`` ranks share: scores, products, keys of others."""
         per_token = self.token_work * (1 + EXCHANGE * (size - 1))
         return sum(length * (length + 1) / 2 + length * per_token for length in lengths) / size
 
     def unit(self, size: int) -> int:
-        """Return the number of tokens of which a pack is a multiple: in parts for tp of the pieces of its ranks."""
+        """Number of tokens of which a pack is a multiple: in parts for tp of the pieces of its ranks."""
         return self.tp * pieces_of(size)
 
     def padded(self, length: int, size: int) -> int:
-        """Return the tokens of a sequence with its padding."""
+        """Tokens of a sequence with its padding."""
         return length + -length % pieces_of(size)
 
     def held(self, lengths: Sequence[int], size: int) -> list[int]:
-        """Return the tokens of each sequence of a pack with its padding. That of the pack is behind the last one."""
+        """Tokens of each sequence of a pack with its padding. That of the pack is behind the last one."""
         padded = [self.padded(length, size) for length in lengths] or [0]
         padded[-1] += -sum(padded) % self.unit(size)
         return padded
 
 
 def token_work(dims: Dims) -> float:
-    """Return how many scores of attention cost as much as the products of a token, in a layer.
+    """How many scores of attention cost as much as the products of a token, in a layer.
 
     A score costs 4 D FLOPs, with heads that are D wide together; a token 8 D^2 for the projections of attention and
     6 K D F for its experts.
@@ -77,7 +77,7 @@ def token_work(dims: Dims) -> float:
 
 
 def schedule(lengths: Sequence[int], room: Room) -> list[list[list[Pack]]]:
-    """Return the pack of each rank ``[micro-batch][dp][cp]``. A rank without sequences has an empty pack of its own.
+    """Pack of each rank ``[micro-batch][dp][cp]``. A rank without sequences has an empty pack of its own.
 
     A sequence gets the fewest ranks whose tokens it fits into, and more while its work on each exceeds a multiple of a
     rank's fair share. Of several multiples, the one whose busiest ranks have the least work in all is taken. With none,

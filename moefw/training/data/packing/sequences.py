@@ -48,18 +48,18 @@ class SourceOrder:
         return lru_cache(maxsize=2)(self._drawn)
 
     def _drawn(self, epoch: int) -> tuple[Ints, Ints]:
-        """Return the sequences of an epoch in their order, and how many tokens come before each."""
+        """Sequences of an epoch in their order, and how many tokens come before each."""
         order, _ = epoch_order(self.seed, epoch, len(self.starts_N))
         lengths_N = self.lengths_N[order]
         return order, lengths_N.cumsum() - lengths_N
 
     def _number(self, position: int) -> int:
-        """Return the number of the first sequence that starts at token ``position`` of the order or later."""
+        """Number of the first sequence that starts at token ``position`` of the order or later."""
         epoch, rest = divmod(position, self._tokens)
         return epoch * len(self.starts_N) + int(np.searchsorted(self._epoch(epoch)[1], rest))
 
     def between(self, first: int, end: int) -> Sequences:
-        """Return the sequences that start at tokens ``first`` to ``end`` of the order, without ``end``."""
+        """Sequences that start at tokens ``first`` to ``end`` of the order, without ``end``."""
         numbers_N = np.arange(self._number(first), self._number(end))
         epoch_N, place_N = np.divmod(numbers_N, len(self.starts_N))
         chosen_N = place_N.copy()
@@ -84,11 +84,11 @@ class SequenceOrder:
     begin: int = 0
 
     def first(self, step: int) -> int:
-        """Return how many sequences of ``seq_len`` tokens come before ``step`` (from 0)."""
+        """How many sequences of ``seq_len`` tokens come before ``step`` (from 0)."""
         return self.begin + step * self.sequences_per_step
 
     def sequences(self, step: int) -> Sequences:
-        """Return the sequences of ``step`` (from 0)."""
+        """Sequences of ``step`` (from 0)."""
         ends = [self.first(at) * self.seq_len for at in (step, step + 1)]
         total = sum(self.weights)
         count = len(self.sources)
@@ -105,7 +105,7 @@ class SequenceOrder:
 
 
 def sequence_order(data: DataSource, *, seq_len: int, sequences_per_step: int, seed: int) -> SequenceOrder:
-    """Return the training order over documents. Raises DataError if a source has none with two tokens."""
+    """Training order over documents. Raises DataError if a source has none with two tokens."""
     parts: list[tuple[TokenStream, int]] = [(data.train, 0)]
     weights: tuple[int, ...] = (1,)
     if isinstance(data, BlendSource):
@@ -127,7 +127,7 @@ def sequence_order(data: DataSource, *, seq_len: int, sequences_per_step: int, s
 
 
 def document_parts(stream: TokenStream, seq_len: int) -> tuple[Ints, Ints]:
-    """Return start and length of the sequences of a stream: its documents, longer ones in parts of ``seq_len``.
+    """Start and length of the sequences of a stream: its documents, longer ones in parts of ``seq_len``.
 
     Each predicts the token behind its tokens, of the same document; so a document of n tokens gives n - 1, and a single
     token none.

@@ -27,7 +27,7 @@ class JsonLines(Rows):
     ending: ClassVar[str] = ".jsonl"
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
-        """Return the prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
+        """Prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
         from moefw.training.data.rows.read import json_lines, prepare_rows
 
         return prepare_rows(self, json_lines, cache_dir)
@@ -45,11 +45,11 @@ class Parquet(Rows):
     ending: ClassVar[str] = ".parquet"
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
-        """Return also the need of the library that reads the files."""
+        """Also the need of the library that reads the files."""
         return [*super().needs(site), moefw.need("package", PACKAGE, reason="it reads Parquet files", fix=INSTALL)]
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
-        """Return the prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
+        """Prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
         from moefw.training.data.rows.read import parquet, prepare_rows
 
         return prepare_rows(self, parquet, cache_dir)

@@ -24,5 +24,5 @@ class Rows(Tokenized):
     field: str = attrs.field(default="text", validator=min_len(1))
 
     def anchored(self) -> Any:
-        """Return the same rows and tokenizer, with absolute paths."""
+        """Same rows and tokenizer, with absolute paths."""
         return evolve(self, path=absolute(self.path), tokenizer=self.absolute_tokenizer)

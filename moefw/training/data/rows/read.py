@@ -22,7 +22,7 @@ Read = Callable[[Path, str], Iterator[tuple[str, Any]]]
 
 
 def prepare_rows(options: Rows, read: Read, cache_dir: Path) -> PreparedSource:
-    """Return the rows, tokenized in this call unless an earlier one did it. Raises DataError."""
+    """Rows, tokenized in this call unless an earlier one did it. Raises DataError."""
     corpus = find_corpus(options.path, (options.ending,))
 
     def values() -> Iterator[tuple[str, Any]]:

@@ -45,7 +45,7 @@ class Side(Iterable[Row]):
 
 
 def split_rows(values: Values, share: float, root: Path) -> Split:
-    """Return the sides of rows: held out are those whose text draws a number below ``share``.
+    """Sides of rows: held out are those whose text draws a number below ``share``.
 
     If that leaves a side empty, the text nearest to it is moved. Raises DataError if there are no two different texts.
     """

@@ -30,7 +30,7 @@ RECIPES: Final[Mapping[str, Gpus]] = {
 
 
 def te_needs(gpus: Gpus) -> list[moefw.Need]:
-    """Return the needs on the machine and the dispatcher."""
+    """Needs on the machine and the dispatcher."""
     sizes = "Transformer Engine's grouped GEMM takes the sizes of the groups from the host"
     return [
         moefw.need("package", PACKAGE, reason="backend: te calls it", fix=INSTALL, option="backend"),

@@ -63,7 +63,7 @@ class TEOperand:
         return TEOperand(self.matrices, turned)
 
     def __matmul__(self, other: TEOperand) -> Tensor:
-        """Return the product of two matrices. Raises ContractError where rows are in groups."""
+        """Product of two matrices. Raises ContractError where rows are in groups."""
         form = self.form
         if form.sizes is not None:
             raise ContractError(
@@ -83,7 +83,7 @@ class TEOperand:
         return product[: form.shape[-2], : other.form.shape[-1]].contiguous()
 
     def grouped_mm(self, other: TEOperand, ends_e: Tensor) -> Tensor:
-        """Return the product group by group, as ``torch.nn.functional.grouped_mm`` defines it.
+        """Product group by group, as ``torch.nn.functional.grouped_mm`` defines it.
 
         Rows outside all groups are zero. Without any rows the library is not called, because its products may hang.
         """
@@ -115,7 +115,7 @@ class TEOperand:
         return out[..., :rows, :columns].contiguous()
 
     def kept(self) -> SavedOperand:
-        """Return the tensors to save. The function that makes the operand again keeps no reference to codes."""
+        """Tensors to save. The function that makes the operand again keeps no reference to codes."""
         storages: list[tuple[type, list[str], dict[str, Any]]] = []
         to_save: list[Tensor] = []
         for matrix in self.matrices:
@@ -135,14 +135,14 @@ class TEOperand:
 
 
 def only(matrix: Any, *, columnwise: bool) -> Any:
-    """Return the storage without the codes that are scaled along rows, or without those along columns."""
+    """Storage without the codes that are scaled along rows, or without those along columns."""
     own = type(matrix)(**matrix.get_metadata())
     own.update_usage(rowwise_usage=not columnwise, columnwise_usage=columnwise)
     return own
 
 
 def _taken_apart(matrix: Any) -> tuple[type, list[str], dict[str, Any], list[Tensor]]:
-    """Return the class of a storage, the names of its tensor fields, the other fields, and the tensors."""
+    """Class of a storage, the names of its tensor fields, the other fields, and the tensors."""
     fields: dict[str, Any] = matrix.get_metadata()
     names = [name for name, value in fields.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in fields.items() if name not in names}

@@ -34,7 +34,7 @@ class Usage:
 
     @classmethod
     def of(cls, role: Role, during: Pass, *, alone: bool) -> Usage:
-        """Return the usage of an operand in a pass. ``alone``: whether rows can be quantized only columnwise."""
+        """Usage of an operand in a pass. ``alone``: whether rows can be quantized only columnwise."""
         columnwise = summed_axis(role, during) == -2
         return cls(rowwise=not columnwise or role == "weight" or not alone, columnwise=columnwise)
 
@@ -49,16 +49,16 @@ class Quantizers(ABC):
     """Whether fprop, too, adds partial sums in fp32."""
 
     def at(self, encoder: Encoder) -> Quantizers:
-        """Return the quantizers of the GEMM with this encoder."""
+        """Quantizers of the GEMM with this encoder."""
         return self
 
     def takes(self, x: Tensor, role: Role) -> Tensor:
-        """Return ``x`` in a dtype that the quantizers take."""
+        """``x`` in a dtype that the quantizers take."""
         return x
 
     @abstractmethod
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
-        """Return a quantizer for each of ``count`` groups of rows, or stacked weights."""
+        """Quantizer for each of ``count`` groups of rows, or stacked weights."""
 
 
 @final
@@ -71,7 +71,7 @@ class Blocks(Quantizers):
     splits_sums: ClassVar[bool] = True
 
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
-        """Return quantizers to E4M3."""
+        """Quantizers to E4M3."""
         quantizer = te.quantizers["Float8BlockQuantizer"](
             te.dtypes.kFloat8E4M3,
             rowwise=usage.rowwise,
@@ -91,7 +91,7 @@ class MXBlocks(Quantizers):
     multiple: ClassVar[int] = 32
 
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
-        """Return quantizers to E4M3."""
+        """Quantizers to E4M3."""
         quantizer = te.quantizers["MXFP8Quantizer"](
             te.dtypes.kFloat8E4M3, rowwise=usage.rowwise, columnwise=usage.columnwise
         )
@@ -107,7 +107,7 @@ class CurrentTensors(Quantizers):
     columns_alone: ClassVar[bool] = False
 
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
-        """Return quantizers to E4M3, for gradients to E5M2."""
+        """Quantizers to E4M3, for gradients to E5M2."""
         quantizer = te.quantizers["Float8CurrentScalingQuantizer"](
             _dtype(te, role),
             device=torch.device("cuda"),
@@ -129,11 +129,11 @@ class DelayedTensors(Quantizers):
     columns_alone: ClassVar[bool] = False
 
     def at(self, encoder: Encoder) -> Quantizers:
-        """Return the quantizers that use the scales of one GEMM, if it is named."""
+        """Quantizers that use the scales of one GEMM, if it is named."""
         return DelayedTensors(encoder) if isinstance(encoder, GemmScales) else self
 
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
-        """Return quantizers to E4M3, for gradients to E5M2. In training they raise the GEMM's largest magnitudes."""
+        """Quantizers to E4M3, for gradients to E5M2. In training they raise the GEMM's largest magnitudes."""
         if self.scales is None:
             raise ContractError(
                 "a GEMM without a name multiplies under delayed scaling: nothing would remember its magnitudes.",
@@ -167,13 +167,13 @@ class FP4Blocks(Quantizers):
     multiple: ClassVar[int] = 32
 
     def takes(self, x: Tensor, role: Role) -> Tensor:
-        """Return rows in bf16, the only dtype that is transformed."""
+        """Rows in bf16, the only dtype that is transformed."""
         if self.turns and role != "weight":
             return x.bfloat16()
         return x
 
     def make(self, te: Library, role: Role, usage: Usage, count: int) -> list[Any]:
-        """Return quantizers to E2M1. Only columnwise codes, those of wgrad, are transformed."""
+        """Quantizers to E2M1. Only columnwise codes, those of wgrad, are transformed."""
         turns = self.turns and role != "weight"
         quantizer = te.quantizers["NVFP4Quantizer"](
             te.dtypes.kFloat4E2M1,
@@ -188,12 +188,12 @@ class FP4Blocks(Quantizers):
 
 
 def _dtype(te: Library, role: Role) -> Any:
-    """Return the library's dtype of the codes: range for gradients, precision otherwise."""
+    """The library's dtype of the codes: range for gradients, precision otherwise."""
     return te.dtypes.kFloat8E5M2 if role == "grad" else te.dtypes.kFloat8E4M3
 
 
 def _for_gemm(quantizer: Any, role: Role) -> Any:
-    """Return the quantizer, set to make storage that only GEMMs read, with scales of rows in the GEMM's layout."""
+    """Quantizer, set to make storage that only GEMMs read, with scales of rows in the GEMM's layout."""
     quantizer.internal = True
     quantizer.optimize_for_gemm = role != "weight"
     return quantizer

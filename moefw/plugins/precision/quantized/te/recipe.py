@@ -32,27 +32,27 @@ class TERecipe(LowPrecisionRecipe):
         self._quantizers = quantizers.at(encoder)
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
-        """Return the recipe with the encoder of ``name``."""
+        """Recipe with the encoder of ``name``."""
         encoder = self.encoder.at(name, groups=groups)
         return TERecipe(self._te, self._quantizers, encoder, activations=self._activations)
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> TEOperand:
-        """Return the operand. Raises ContractError where rows are in groups whose sizes the host does not know."""
+        """Operand. Raises ContractError where rows are in groups whose sizes the host does not know."""
         return self._operands(x, role, (during,), rows)[0]
 
     def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[TEOperand, SavedOperand]:
-        """Return the operand of the first pass, and the codes for wgrad. The quantizers make both in one call."""
+        """Operand of the first pass, and the codes for wgrad. The quantizers make both in one call."""
         first_pass: Pass = "fprop" if role == "input" else "dgrad"
         first, second = self._operands(x, role, (first_pass, "wgrad"), rows)
         return first, second.kept()
 
     def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], TEOperand]]:
-        """Return functions that hold codes and scales, made in one call."""
+        """Functions that hold codes and scales, made in one call."""
         operands = self._operands(weight, "weight", passes, None)
         return {during: _returns(operand) for during, operand in zip(passes, operands, strict=True)}
 
     def _operands(self, x: Tensor, role: Role, passes: Sequence[Pass], rows: RowGroups | None) -> list[TEOperand]:
-        """Return the operand of each pass, with only the codes that it multiplies."""
+        """Operand of each pass, with only the codes that it multiplies."""
         sizes = _sizes(rows)
         quantizers = self._quantizers
         usages = [Usage.of(role, during, alone=quantizers.columns_alone) for during in passes]
@@ -87,7 +87,7 @@ class TERecipe(LowPrecisionRecipe):
         return operands
 
     def _matrices(self, x: Tensor, role: Role, usage: Usage, sizes: tuple[int, ...] | None) -> list[Any]:
-        """Return the quantized matrices: one for each group of rows, or for each weight of a stack, or one."""
+        """Quantized matrices: one for each group of rows, or for each weight of a stack, or one."""
         if sizes is not None and not any(sizes):
             return []
         if sizes is not None:
@@ -98,19 +98,19 @@ class TERecipe(LowPrecisionRecipe):
         return [quantizer(matrix) for quantizer, matrix in zip(quantizers, stacked, strict=True)]
 
     def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
-        """Return the codes of an input, or a weight itself."""
+        """Codes of an input, or a weight itself."""
         if role == "weight":
             return SavedOperand((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
         return self.quantize(x, role=role, during=during, rows=rows).kept()
 
 
 def _returns(operand: TEOperand) -> Callable[[], TEOperand]:
-    """Return a function that returns the operand. A lambda in a loop would return the last one."""
+    """Function that returns the operand. A lambda in a loop would return the last one."""
     return lambda: operand
 
 
 def _sizes(rows: RowGroups | None) -> tuple[int, ...] | None:
-    """Return the sizes of groups of rows; None if there are no groups. Raises ContractError if the host lacks them."""
+    """Sizes of groups of rows; None if there are no groups. Raises ContractError if the host lacks them."""
     if rows is None or rows.ends_e is None:
         return None
     if rows.sizes is None:
