@@ -18,7 +18,7 @@ from moefw.core.plugin import OPTIMIZER, MemoryPlugin
 from moefw.core.records import Canonical
 from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows, origins
 from moefw.runtime.naming import by_parameter
-from moefw.runtime.parallel.pieces import local, shared_out_like
+from moefw.runtime.parallel.local_shards import local, shared_out_like
 
 STEP = "step"
 

@@ -33,7 +33,7 @@ from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.runtime.finite import all_finite
 from moefw.runtime.naming import by_parameter, expert_parameters, joined, state_tensors
 from moefw.runtime.parallel.gradients import STAGE, copied_over, split_axis
-from moefw.runtime.parallel.pieces import whole
+from moefw.runtime.parallel.local_shards import whole
 from moefw.system.folders import new_folder
 
 

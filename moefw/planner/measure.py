@@ -24,7 +24,7 @@ from moefw.planner.micro_batch import BUFFERS, FP32, POOL, MicroBatch
 from moefw.planner.optimizer_states import measure_states
 from moefw.planner.report import Held, Ledger, Peak, RegionTotals
 from moefw.planner.usage import Usage
-from moefw.recording.even import EvenChoice
+from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.places import OUTSIDE, Place
 from moefw.recording.recorder import GATHERED, Recorder

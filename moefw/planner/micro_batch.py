@@ -28,7 +28,7 @@ from moefw.planner.gathering import Gathering, Reduced, Unit
 from moefw.planner.layers import InPhases, RunLayer, run_layers
 from moefw.planner.operations import Operations
 from moefw.planner.report import Work
-from moefw.planner.unconnected import OwnStages, Unconnected
+from moefw.planner.stages_without_peers import OwnStages, Unconnected
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, PARAMETERS, Life, Recorder
 from moefw.runtime.compute.weights import shared_by_micro_batches

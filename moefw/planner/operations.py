@@ -24,7 +24,7 @@ from moefw.recording.patches import Mode, holds_dtensor
 from moefw.recording.places import Place
 from moefw.recording.recorder import WEIGHTS, Recorder
 from moefw.recording.tensors import tensors_in
-from moefw.runtime.compute.for_step import is_done_for_step
+from moefw.runtime.compute.once_a_step import is_done_for_step
 from moefw.runtime.parallel.gradients import STAGE
 from moefw.runtime.parallel.meshes import COPIES
 

@@ -23,7 +23,7 @@ from moefw.recording.collectives import WAIT
 from moefw.recording.patches import Mode, holds_dtensor, resizes_told
 from moefw.recording.places import Place, Places
 from moefw.recording.tensors import tensors_in
-from moefw.runtime.compute.for_step import is_made_for_step
+from moefw.runtime.compute.once_a_step import is_made_for_step
 from moefw.runtime.memory.host import is_host_memory
 
 FOREVER: Final = 1 << 62

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import ExpertGemm, Meter, Named, Stateful
 from moefw.core.records import Canonical, Shard, Side
-from moefw.runtime.parallel.pieces import all_of
+from moefw.runtime.parallel.local_shards import all_of
 
 
 def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:

@@ -29,7 +29,7 @@ from moefw.models.mlp import SwiGLU
 from moefw.runtime.compute.row_keys import SALT
 from moefw.runtime.layer import MoELayer, Returning, Sent
 from moefw.runtime.naming import by_parameter, canonical_parameters, expert_parameters, initialise
-from moefw.runtime.parallel.pieces import is_shared_out, whole
+from moefw.runtime.parallel.local_shards import is_shared_out, whole
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.runtime.phases import straight
 from moefw.testing.announce import with_plugins

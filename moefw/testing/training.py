@@ -23,7 +23,7 @@ from moefw.core.plugin import Plugin
 from moefw.core.site import Machine
 from moefw.core.stages import Batch
 from moefw.runtime.naming import by_parameter, initialise, joined, state_tensors
-from moefw.runtime.parallel.pieces import whole
+from moefw.runtime.parallel.local_shards import whole
 from moefw.testing.announce import with_plugins
 from moefw.training.engine import Engine, StepResult
 

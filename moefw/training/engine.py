@@ -17,11 +17,11 @@ from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.parallel.gradients import Gradients
-from moefw.training.attempt import Attempt, Tally
+from moefw.training.amax_meters import Meters
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.faults.stamps import stamp
-from moefw.training.meters import Meters
 from moefw.training.micro_batches import Clock, Run, run_of
+from moefw.training.step_sums import Attempt, Tally
 
 
 @dataclass(frozen=True, kw_only=True)

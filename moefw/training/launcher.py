@@ -18,7 +18,7 @@ from typing import Final
 from moefw.compose.spec.sections import RunSpec
 from moefw.core.errors import PlanError, RunError
 from moefw.system.folders import temporary_folder
-from moefw.training.faults.board import MEETING
+from moefw.training.faults.rank_files import MEETING
 from moefw.training.faults.requests import StopRequests
 from moefw.training.host_pages import KEEP_PAGES
 from moefw.training.local_ranks import LocalRanks, kill

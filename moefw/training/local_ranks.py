@@ -16,10 +16,10 @@ from attrs import evolve
 from moefw.compose.spec.sections import RunSpec
 from moefw.core.errors import RunError
 from moefw.training.faults.blame import Seen, accusation, culprit
-from moefw.training.faults.board import record_file, stack_file
 from moefw.training.faults.departures import Departed, Outcome, lost_contact, outcome
 from moefw.training.faults.kernel import oom_kills, process_state
 from moefw.training.faults.patience import Stillness
+from moefw.training.faults.rank_files import record_file, stack_file
 from moefw.training.faults.record import Record, read_record
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stacks import keep_others

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from moefw.core.errors import DataError, printable
-from moefw.runtime.parallel.pieces import local
+from moefw.runtime.parallel.local_shards import local
 from moefw.system.files import replaced_file
 from moefw.training.clock import StepClock, render
 from moefw.training.cpu_speed import against_bf16

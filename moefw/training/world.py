@@ -12,7 +12,7 @@ from attrs import frozen
 from moefw.core.errors import PlanError, Problem
 from moefw.system.environment import EnvironmentReader
 from moefw.system.folders import temporary_folder
-from moefw.training.faults.board import meeting_folder
+from moefw.training.faults.rank_files import meeting_folder
 
 
 @frozen

@@ -31,7 +31,7 @@ from moefw.core.stages import Batch
 from moefw.planner.layers import unlike_positions
 from moefw.planner.measure import measure as measure_plan
 from moefw.planner.measure import measure_at
-from moefw.planner.unconnected import SENT
+from moefw.planner.stages_without_peers import SENT
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.runtime.naming import initialise
 from moefw.runtime.pipeline.player import Player

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from moefw.core.stages import Batch
 from moefw.runtime.naming import by_parameter
-from moefw.runtime.parallel.pieces import all_of, local, whole
+from moefw.runtime.parallel.local_shards import all_of, local, whole
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL, short_run

@@ -19,7 +19,7 @@ from moefw.core.stages import Batch
 from moefw.recording.fake_tensors import fake_world
 from moefw.runtime.naming import by_parameter, expert_parameters
 from moefw.runtime.parallel.gradients import split_axis
-from moefw.runtime.parallel.pieces import local
+from moefw.runtime.parallel.local_shards import local
 from moefw.testing.announce import with_plugins
 
 Kind = Literal["copied", "split", "experts"]

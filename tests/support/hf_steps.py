@@ -17,7 +17,7 @@ from moefw.compose.pretrained import Pretrained, from_pretrained
 from moefw.core.stages import Batch
 from moefw.runtime.naming import by_parameter, joined
 from moefw.runtime.parallel.gradients import Gradients
-from moefw.runtime.parallel.pieces import whole
+from moefw.runtime.parallel.local_shards import whole
 
 IGNORED = -100
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from moefw.core.stages import Batch, Output
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.compute.wgrads import Wgrads
-from moefw.runtime.parallel.pieces import local
+from moefw.runtime.parallel.local_shards import local
 from moefw.runtime.parallel.sharding import gathered, reduce_late
 from moefw.runtime.phases import PhaseCall
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import global_batch, open_model
-from moefw.training.attempt import Tally
 from moefw.training.engine import Engine, StepResult
+from moefw.training.step_sums import Tally
 
 Found = dict[str, Tensor]
 

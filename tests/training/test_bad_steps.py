@@ -16,7 +16,7 @@ from faulty_experts import Fault, Faulty, FaultyExperts
 from moefw.compose.optimizer import build_optimizer
 from moefw.core.errors import RunError
 from moefw.runtime.naming import canonical_parameters, state_tensors
-from moefw.runtime.parallel.pieces import local, stored
+from moefw.runtime.parallel.local_shards import local, stored
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL

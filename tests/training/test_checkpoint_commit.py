@@ -20,8 +20,8 @@ from fake_steps import fake_assembly
 from moefw.compose.optimizer import build_optimizer
 from moefw.core.errors import RunError
 from moefw.runtime.naming import by_parameter, state_tensors
+from moefw.runtime.parallel.local_shards import local, whole
 from moefw.runtime.parallel.opened_layout import OpenedLayout
-from moefw.runtime.parallel.pieces import local, whole
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.optimizer_memory_case import give_gradients
 from moefw.testing.suites.runs import open_model, whole_model

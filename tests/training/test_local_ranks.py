@@ -28,7 +28,7 @@ from moefw.core.errors import RunError
 from moefw.training.errors import LostContactError, StoppedError
 from moefw.compose.spec.sections import RunSpec
 from moefw.training.faults import watch
-from moefw.training.faults.board import meeting_folder
+from moefw.training.faults.rank_files import meeting_folder
 from moefw.training.faults.rank import watched
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stamps import stamp

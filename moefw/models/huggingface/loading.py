@@ -17,7 +17,7 @@ from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.origins import Origin, Rule, origins_of
 from moefw.runtime.naming import by_parameter, state_tensors
-from moefw.runtime.parallel.pieces import all_of
+from moefw.runtime.parallel.local_shards import all_of
 from moefw.runtime.pipeline.stage import names_in_stages
 
 UNUSED: Final = r".*rotary_emb\.inv_freq|model\.layers\.\d+\.(shared_head\.head|embed_tokens)\.weight"

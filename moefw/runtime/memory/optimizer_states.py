@@ -22,7 +22,7 @@ from torch import Tensor
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.errors import ContractError
 from moefw.core.records import Canonical
-from moefw.runtime.parallel.pieces import local, stored
+from moefw.runtime.parallel.local_shards import local, stored
 
 CUT_ELEMENTS = 64
 """Rows are cut at multiples of this number of elements: CPU kernels round differently where a vector is not full.

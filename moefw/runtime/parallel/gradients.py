@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from moefw.core.contracts import Layout
 from moefw.core.records import Canonical, Side
 from moefw.runtime.naming import by_parameter, expert_parameters
+from moefw.runtime.parallel.local_shards import is_shared_out, local
 from moefw.runtime.parallel.meshes import COPIES
-from moefw.runtime.parallel.pieces import is_shared_out, local
 
 STAGE = ("dp", "cp", "tp")
 """The axes of all ranks that have the same layers."""

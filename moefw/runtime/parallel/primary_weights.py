@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from moefw.core.contracts import WeightCodec
 from moefw.core.errors import ContractError
-from moefw.runtime.compute.for_step import made_for_step
+from moefw.runtime.compute.once_a_step import made_for_step
 
 _aten = torch.ops.aten
 

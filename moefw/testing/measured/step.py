@@ -20,14 +20,14 @@ from moefw.core.errors import ContractError
 from moefw.core.stages import Batch
 from moefw.planner.micro_batch import as_trained
 from moefw.planner.operations import Operations
-from moefw.recording.even import EvenChoice
+from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.patches import fsdp_told
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, Life, Recorder
-from moefw.runtime.compute.for_step import done_for_step
+from moefw.runtime.compute.once_a_step import done_for_step
 from moefw.runtime.naming import initialise
-from moefw.runtime.parallel.pieces import local
+from moefw.runtime.parallel.local_shards import local
 from moefw.runtime.parallel.unsharded_gradients import accumulators
 from moefw.testing.measured.report import Measured, Saved
 from moefw.training.engine import Engine

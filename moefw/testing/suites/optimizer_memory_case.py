@@ -12,7 +12,7 @@ from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout
 from moefw.core.records import Canonical
 from moefw.runtime.naming import by_parameter, joined
-from moefw.runtime.parallel.pieces import all_of, is_shared_out, local, whole
+from moefw.runtime.parallel.local_shards import all_of, is_shared_out, local, whole
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import open_model
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.errors import CheckpointError
 from moefw.runtime.communication.agreement import raise_together
-from moefw.runtime.parallel.pieces import all_of
+from moefw.runtime.parallel.local_shards import all_of
 from moefw.runtime.pipeline.stage import names_in_stages
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, SavedTensor, read_manifest

@@ -11,9 +11,9 @@ from torch import nn
 
 from moefw.core.contracts import Layout
 from moefw.core.errors import RunError
-from moefw.training.attempt import Attempt
 from moefw.training.faults.bad_values import bad_state, first_of_all
 from moefw.training.faults.watched_step import StepWatch
+from moefw.training.step_sums import Attempt
 
 Policy = Literal["stop", "skip", "rerun"]
 

@@ -12,7 +12,7 @@ from moefw.core.contracts import Layout
 from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.naming import by_parameter, state_tensors
-from moefw.runtime.parallel.pieces import local, stored
+from moefw.runtime.parallel.local_shards import local, stored
 
 _FINITE = 1
 _NAN = 2

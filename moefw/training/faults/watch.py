@@ -18,10 +18,10 @@ from attrs import evolve
 from moefw.compose.spec.sections import RunSpec
 from moefw.core.errors import Problem
 from moefw.training.faults.blame import Seen, accusation, culprit, left_silently, vanished
-from moefw.training.faults.board import meeting_folder, record_file, stack_file
 from moefw.training.faults.kernel import SILENT, process_state
 from moefw.training.faults.patience import LOOK_S, Stillness, look_every_s
 from moefw.training.faults.peers import Accused, Peers, SilentStoreError, silent_store, speaker
+from moefw.training.faults.rank_files import meeting_folder, record_file, stack_file
 from moefw.training.faults.record import RECORD_BYTES, Ending, Record, read_record, write_ending, write_look, write_who
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stacks import keep_own

@@ -21,7 +21,7 @@ from moefw.core.records import Action, Canonical
 from moefw.core.stages import ExpertBatch, Routing
 from moefw.runtime.memory.dropped import in_backward
 from moefw.runtime.naming import by_parameter
-from moefw.runtime.parallel.pieces import is_shared_out
+from moefw.runtime.parallel.local_shards import is_shared_out
 from moefw.runtime.pipeline.stage import Pipelined
 from moefw.training.faults.bad_values import BadTensor, bad_pieces, bad_values
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefw.core.stages import LayerStats, Output
-from moefw.training.attempt import Tally
+from moefw.training.step_sums import Tally
 
 ALONE: Any = SimpleNamespace(group=lambda *axes: None)
 

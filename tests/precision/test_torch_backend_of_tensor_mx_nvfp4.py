@@ -29,9 +29,9 @@ from moefw.plugins.precision.quantized.swizzled_products import MXProducts, NVFP
 from moefw.plugins.precision.quantized.tensorwise import CurrentScales
 from moefw.plugins.precision.quantized.tensorwise_products import TensorwiseProducts
 from moefw.testing.layer_case import LayerCase, Outcome, solve
-from scaled_mm_of_others import MX as BY_32
-from scaled_mm_of_others import NVFP4 as BY_16
-from scaled_mm_of_others import TENSOR, OtherGpus
+from scaled_mm_tensor_mx_nvfp4 import MX as BY_32
+from scaled_mm_tensor_mx_nvfp4 import NVFP4 as BY_16
+from scaled_mm_tensor_mx_nvfp4 import TENSOR, OtherGpus
 
 RECIPES: Mapping[str, tuple[Encoder, Products]] = {
     "fp8-tensor": (CurrentScales(), TensorwiseProducts()),
