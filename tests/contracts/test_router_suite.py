@@ -40,8 +40,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (routers.CrowdsTheCrowded, "updates_do_not_make", "Is the sign of the update right?"),
     (routers.WeighsWithTheBias, "state_changes_no_weight", "the weights of the same choices depend on bias"),
     (routers.CountsMaskedRows, "statistics_count_every_choice", "choices are not -1"),
-    (routers.LooksAtItsPart, "ranks_that_share_a_micro_batch", "share a micro-batch changes expert_ids_TK, weights_TK"),
-    (routers.LosesByPart, "ranks_that_share_a_micro_batch", "changes the tokens' gradient, aux_losses['z_loss']"),
+    (routers.LooksAtItsPart, "ranks_that_share_a_micro_batch", "share a micro-batch change expert_ids_TK, weights_TK"),
+    (routers.LosesByPart, "ranks_that_share_a_micro_batch", "change the tokens' gradient, aux_losses['z_loss']"),
     (routers.LeansOnTheRank, "a_model_trains_on_two_ranks", "two ranks do not train like one"),
 ]
 AUX = {"kind": "aux_loss", "coeff": 0.1}

@@ -108,7 +108,8 @@ PARTITIONS = {
     "{balance: [{kind: aux_loss, over: sequence}, {kind: aux_loss}]}": "micro_batch",
     "{balance: [{kind: aux_loss, over: model}]}": "micro_batch",
     "{balance: [{kind: quantile}]}": "micro_batch",
-    "{capacity: {factor: 1.0}}": "micro_batch",
+    "{capacity: {factor: 1.0}}": "rank",
+    "{capacity: {factor: 1.0, over: micro_batch}}": "micro_batch",
     "{use: sinkhorn}": "micro_batch",
     "{use: forced}": "micro_batch",
 }

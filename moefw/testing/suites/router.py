@@ -278,29 +278,30 @@ class RouterSuite(Suite):
             self.for_all(lambda tokens: self._check_tokens(router, tokens), SEQUENCES)
 
     def test_ranks_that_share_a_micro_batch_route_it_as_one_rank_does(self) -> None:
-        """Ranks of cp and tp each have a part of its tokens: choices, weights, statistics and losses stay the same."""
+        """Ranks of cp or tp each have a part of its tokens; no choice, weight, statistic, loss or gradient changes."""
         partition = self._partition(required=False)
         if partition in (None, "rank"):
             pytest.skip(f"{self.plugin.name} promises nothing of ranks that share a micro-batch")
-        alone = self.layer_case(**self.dims)
-        parts = {"parallel": {"dense": {"cp": 2, "tp": 2}}}
-        shared = self.layer_case(tokens=(1,) * 4, **self.dims, parts=parts)
-        says = f"{self.plugin.name} offers to look at one {partition}, but"
-        fix = "Gather what it looks at over the ranks of cp and tp (moefw/runtime/parallel/shared_tokens.py)."
         for masked in (0, 1):
             tokens = Tokens(sequences=2, positions=20, masked=masked, seed=3)
-            ((of_one_rank, whole),) = self.pool.run(shared_out, 1, alone, tokens)
-            ranks = self.pool.run(shared_out, 4, shared, tokens)
-            pairs = [(name, value, ranks[0][0][name]) for name, value in of_one_rank.items()]
-            for kind in ("stats", "aux_losses"):
-                total = summed([routing for _, routing in ranks], kind)
-                pairs += [(f"{kind}[{name!r}]", value, total[name]) for name, value in getattr(whole, kind).items()]
-            differ = [
-                name
-                for name, expected, actual in pairs
-                if not torch.allclose(expected.double(), actual.double(), rtol=1e-4, atol=1e-5)
-            ]
-            assert not differ, f"{says} how ranks share a micro-batch changes {', '.join(differ)}. {fix}"
+            ((of_one_rank, whole),) = self.pool.run(shared_out, 1, self.layer_case(**self.dims), tokens)
+            for axis in ("cp", "tp"):
+                parts = {"parallel": {"dense": {axis: 2}}}
+                ranks = self.pool.run(shared_out, 2, self.layer_case(tokens=(1, 1), **self.dims, parts=parts), tokens)
+                pairs = [(name, value, ranks[0][0][name]) for name, value in of_one_rank.items()]
+                for kind in ("stats", "aux_losses"):
+                    total = summed([routing for _, routing in ranks], kind)
+                    pairs += [(f"{kind}[{name!r}]", value, total[name]) for name, value in getattr(whole, kind).items()]
+                differ = [
+                    name
+                    for name, expected, actual in pairs
+                    if not torch.allclose(expected.double(), actual.double(), rtol=1e-4, atol=1e-5)
+                ]
+                assert not differ, (
+                    f"{self.plugin.name} offers to look at one {partition}, but ranks of {axis} that share a "
+                    f"micro-batch change {', '.join(differ)}. Gather what it looks at over them: "
+                    "moefw/runtime/parallel/shared_tokens.py."
+                )
 
     def test_the_same_call_again_gives_the_same_bits(self) -> None:
         """Recompute runs a router twice: random draws depend on the batch's seeds, never on the order of calls."""
