@@ -52,8 +52,8 @@ def _kernel(
     both = tl.arange(0, 2 * P)[None, :]
     inside = (row < rows) & (p < pairs)
     inside_both = (row < rows) & (both < 2 * pairs)
-    head = row % heads
     token = row // heads
+    head = row % heads
     sequence = token // length
     place = token % length
     angle = sequence * table_stride + place * pairs + p
