@@ -21,7 +21,7 @@ from moefw.training.faults.rank import watched
 from moefw.training.faults.requests import StopRequests
 from moefw.training.folder import cache_dir, checkpoint_dirs, run_folder
 from moefw.training.launcher import LAUNCHED, check_room, die_with_launcher, run_local_ranks
-from moefw.training.resume import candidates, read_which
+from moefw.training.resume import Which, candidates, read_which
 from moefw.training.world import ALONE, place_from_environment, restarted
 
 RESUME = """Continue from a checkpoint of run.dir: the last one, or --resume=last-good (the newest that is whole),
@@ -48,7 +48,11 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
 
     Starts the local ranks that the layout needs, or joins a torchrun or Slurm world when it finds one.
     """
-    which = read_which(resume) if resume is not None else "auto" if restarted() else None
+    which: Which | None = None
+    if resume is not None:
+        which = read_which(resume)
+    elif restarted():
+        which = "auto"
     place = place_from_environment()
     assembly = specs.read(spec, overrides, place.world if place else None)
     run = assembly.spec.run

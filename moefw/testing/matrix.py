@@ -57,7 +57,7 @@ class Matrix:
 
 
 def survey(registry: Registry, *, ours_only: bool = True) -> Matrix:
-    """Matrix: resolve each pair of variants in specs. ``ours_only``: only built-in plugins."""
+    """Compatibility of each pair of variants, by resolving specs with both. ``ours_only``: of built-in plugins."""
     problems = [] if ours_only else registry.load_all()
     others = () if ours_only else [part.name for part in registry.parts() if part.distribution != OURS]
     sections = variants(registry, include=others)

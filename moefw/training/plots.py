@@ -141,7 +141,12 @@ def plot_expert_load(load_LE: Sequence[Sequence[float]], layers: Sequence[int], 
     axes = figure.add_axes(place(0.8, 1.15, grid_width, row_height * num_layers))
     colours = LinearSegmentedColormap.from_list("load", _COLD_TO_HOT).with_extremes(over=_OVER)
     norm = Normalize(0.0, 2.0)
-    gap = 1.5 if numbered else 0.6 if num_experts <= 4 * _MAX_NUMBERED_EXPERTS else 0.0
+    if numbered:
+        gap = 1.5
+    elif num_experts <= 4 * _MAX_NUMBERED_EXPERTS:
+        gap = 0.6
+    else:
+        gap = 0.0  # cells are too narrow for lines between them
     axes.pcolormesh(share_LE, norm=norm, cmap=colours, edgecolors="white", linewidth=gap)
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)

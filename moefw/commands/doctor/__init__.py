@@ -68,9 +68,10 @@ def _print(capabilities: Sequence[Capability]) -> None:
             table.add_row(item.name, item.state, item.version, "\n".join(_lines(item)), style=styles[item.state])
         console.print(table)
         return
-    names, versions = (max(map(len, column)) for column in zip(*((item.name, item.version) for item in capabilities)))
+    name_width = max(len(item.name) for item in capabilities)
+    version_width = max(len(item.version) for item in capabilities)
     for item in capabilities:
-        head = f"{item.state:<9}  {item.name:<{names}}  {item.version:<{versions}}  "
+        head = f"{item.state:<9}  {item.name:<{name_width}}  {item.version:<{version_width}}  "
         first, *more = _lines(item)
         click.echo(f"{head}{first}".rstrip())
         for line in more:

@@ -94,8 +94,13 @@ class Marks:
 
 def dotted(path: KeyPath) -> str:
     """``memory[0].use`` for ``("memory", 0, "use")``. Keys that are not words are quoted."""
-    words = (f"[{key}]" if isinstance(key, int) else f".{key if _WORD.fullmatch(key) else show(key)}" for key in path)
-    return "".join(words).removeprefix(".")
+
+    def written(key: str | int) -> str:
+        if isinstance(key, int):
+            return f"[{key}]"
+        return f".{key}" if _WORD.fullmatch(key) else f".{show(key)}"
+
+    return "".join(map(written, path)).removeprefix(".")
 
 
 def key_path(text: str) -> KeyPath:

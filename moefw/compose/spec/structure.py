@@ -39,13 +39,7 @@ def structure(
         return None
     kind: Any = cls
     fields = {field.name: field for field in _options(kind)}
-    known = {key: value for key, value in data.items() if key in fields}
-    for key in (str(key) for key in data if key not in fields and key not in also):
-        what = f"{show(key)} is not an option here."
-        problems.append(Problem(what, nearest(key, [*fields, *also]), marks.where((*path, key))))
-        meant = closest(key, fields)
-        if meant is not None and (*path, meant) not in marks.places:
-            known[meant] = UNREAD  # its own default would hide what the user meant
+    known = _known(data, fields, path, marks, problems, also=also)
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in known:
@@ -55,12 +49,40 @@ def structure(
             problems.append(Problem(f"{name!r} is missing.", fix, marks.where((*path, name))))
             values[name] = UNREAD
     try:
-        with attrs.validators.disabled():
+        with attrs.validators.disabled():  # they run below, one by one, so that all of their problems are reported
             built = cls(**{fields[name].alias or name: value for name, value in values.items()})
     except (ValueError, TypeError) as error:
         if not depends_on_unread(error):
             problems.append(Problem(_sentence(error), where=marks.where(path)))
         return None
+    _validate(built, fields, path, marks, problems)
+    return built
+
+
+def _known(
+    data: Mapping[Any, object],
+    fields: Mapping[str, attrs.Attribute[Any]],
+    path: KeyPath,
+    marks: Marks,
+    problems: list[Problem],
+    *,
+    also: Collection[str],
+) -> dict[str, object]:
+    """Values of the keys that are fields. Every other key is a problem, and unread is the field that it may mean."""
+    known = {key: value for key, value in data.items() if key in fields}
+    for key in (str(key) for key in data if key not in fields and key not in also):
+        what = f"{show(key)} is not an option here."
+        problems.append(Problem(what, nearest(key, [*fields, *also]), marks.where((*path, key))))
+        meant = closest(key, fields)
+        if meant is not None and (*path, meant) not in marks.places:
+            known[meant] = UNREAD  # its own default would hide what the user meant
+    return known
+
+
+def _validate(
+    built: Any, fields: Mapping[str, attrs.Attribute[Any]], path: KeyPath, marks: Marks, problems: list[Problem]
+) -> None:
+    """Report every field whose validator refuses its value, which becomes ``UNREAD``."""
     for name, field in fields.items():
         try:
             if field.validator is not None:
@@ -69,7 +91,6 @@ def structure(
             if not depends_on_unread(error):
                 problems.append(Problem(_sentence(error), where=marks.where((*path, name))))
                 object.__setattr__(built, name, UNREAD)
-    return built
 
 
 @cache

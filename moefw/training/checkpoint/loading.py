@@ -110,8 +110,11 @@ def _another(folder: Path, what: str) -> CheckpointError:
 def _check_same_tokenizer(folder: Path, saved: str, here: str) -> None:
     if saved and here and saved != here:
         kept = folder.parent.parent / TOKENIZER
-        name = (
-            kept if kept.is_file() else "bytes" if saved == "bytes" else "the tokenizer.json that it was trained with"
-        )
+        if kept.is_file():
+            name = str(kept)
+        elif saved == "bytes":
+            name = "bytes"
+        else:
+            name = "the tokenizer.json that it was trained with"
         what = f"{folder} was trained with another tokenizer: to the model, the ids of this one are other text."
         raise CheckpointError(what, f"Use data.tokenizer={name}")

@@ -21,7 +21,9 @@ STARTS: Final = np.dtype("<i8")
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Smallest unsigned type for ids below ``vocab_size``: uint8, uint16 or uint32."""
     assert 0 < vocab_size <= 1 << 32
-    return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
+    if vocab_size <= 1 << 8:
+        return np.dtype("u1")
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 @final

@@ -93,7 +93,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
         return self.operand_of(x, first)(along), _saved(across, self.operand_of(x, "wgrad"))
 
     def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], Any]]:
-        """Functions that hold codes and scales."""
+        """Function for each pass that returns the operand of a weight, of codes and scales that it holds."""
         encoded = self.encode_weight(weight, passes)
         return {
             during: partial(self.operand_of(weight, during), codes)
