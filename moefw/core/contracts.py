@@ -103,9 +103,12 @@ class Dispatcher(ABC):
     def finish_combine(self, pending: Pending) -> Tensor:
         """Wait, and return ``out_TD``: the unweighted sum of each token's rows, zero for a token without rows."""
 
-    @abstractmethod
     def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Start repeating the dispatch of ``handle`` with other values, to the same places, without metadata."""
+        """Start repeating the dispatch of ``handle`` with other values, to the same places, without metadata.
+
+        The plan says all that a dispatch needs. Override this if the handle knows more, as that of a library does.
+        """
+        return self.start_dispatch(x_TD, weights_TK, handle.plan)
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> tuple[ExpertBatch, DispatchHandle]:
         """Start and finish a dispatch."""

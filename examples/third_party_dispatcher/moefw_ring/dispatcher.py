@@ -115,10 +115,6 @@ class RingDispatcher(moefw.Dispatcher):
         sent = [gather(tensor, slots.rows) for slots in metadata.leaving for tensor in (x_TD, weights_TK)]
         return start(sent, forward=Onward(metadata.lanes), dual=Return(metadata.lanes), detail=detail)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
-        """Send tokens again along the same way."""
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
-
     def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.DispatchHandle]:
         """Pass tokens on until all have been where they are needed, and return the rows of this rank's experts."""
         plan, x_TD, weights_TK = pending.detail

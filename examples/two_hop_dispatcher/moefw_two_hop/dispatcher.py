@@ -108,10 +108,6 @@ class TwoHopDispatcher(moefw.Dispatcher):
         sent = [x_TD, weights_TK]
         return hops[0].out(sent, plan) if hops else stay(sent, detail=plan)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
-        """Send other values along the same way."""
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
-
     def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.DispatchHandle]:
         """Pass rows on, and expand those that arrive to one row for each of this rank's experts."""
         plan: moefw.DispatchPlan = pending.detail

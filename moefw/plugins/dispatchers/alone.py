@@ -75,10 +75,6 @@ class AloneDispatcher(Dispatcher):
         """Tokens, rounded as if they were sent."""
         return stay([x_TD, weights_TK], codec=self.codec, detail=plan)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Other tokens along the same plan."""
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
-
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Expand each token to a row for each of its experts."""
         plan: DispatchPlan = pending.detail

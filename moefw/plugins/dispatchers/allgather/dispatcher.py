@@ -97,10 +97,6 @@ class AllGatherDispatcher(Dispatcher):
             weights_TK = F.pad(weights_TK, (0, 0, 0, missing))
         return gather([x_TD, weights_TK], self.experts.group, codec=self.codec, detail=plan)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Gather again; the sorted choices are reused."""
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
-
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Pick the rows of this rank's experts."""
         plan: DispatchPlan = pending.detail

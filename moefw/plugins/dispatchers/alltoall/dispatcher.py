@@ -135,10 +135,6 @@ class AllToAllDispatcher(Dispatcher):
             detail=plan,
         )
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Send again along the same plan."""
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
-
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Regroup the received rows by expert."""
         plan: DispatchPlan = pending.detail

@@ -86,10 +86,6 @@ class TorchDeepEP(Dispatcher):
             detail=plan,
         )
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Send again along the same plan."""
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
-
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Expand the received rows to one row per (row, local expert)."""
         plan: DispatchPlan = pending.detail

@@ -81,10 +81,6 @@ class TorchHybridEP(Dispatcher):
         # (T, D) and (T, K) -> rows that land in this node, (N', D) and (N', K)
         return hops.network.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
-        """Send again along the same plan."""
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
-
     def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
         """Forward the received rows to the ranks of this node, and expand the rows that they forward."""
         plan: DispatchPlan = pending.detail

@@ -66,10 +66,6 @@ class SampleDispatcher(moefw.Dispatcher):
         weights_N = weights.index_select(0, metadata.slots.slot_R)
         return exchange([rows_ND, weights_N], metadata.sent, metadata.received, self.experts.group, detail=plan)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
-        """Send other values with the same plan."""
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
-
     def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.DispatchHandle]:
         """Regroup received rows from order (rank, expert, token) to (expert, rank, token)."""
         plan: moefw.DispatchPlan = pending.detail
