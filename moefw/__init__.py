@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from moefw.runtime.compute.product import SharedInput, linear
     from moefw.runtime.layer import MoELayer
     from moefw.runtime.memory.host import in_host_memory
-    from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart
+    from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart
     from moefw.runtime.parallel.meshes import Mesh, MeshPlan
 
 __version__ = "0.1.0"
@@ -132,7 +132,7 @@ _HOMES = {
     **dict.fromkeys(("SharedInput", "linear"), "runtime.compute.product"),
     **dict.fromkeys(("MoELayer",), "runtime.layer"),
     **dict.fromkeys(("in_host_memory",), "runtime.memory.host"),
-    **dict.fromkeys(("OptimizerPolicy", "OptimizerStates", "StatePart"), "runtime.memory.optimizer_states"),
+    **dict.fromkeys(("OptimizerPolicy", "OptimizerStates", "StatePart"), "runtime.optimizer_states"),
     **dict.fromkeys(("Mesh", "MeshPlan"), "runtime.parallel.meshes"),
 }
 """The module of each public name, imported at its first use: so ``import moefw`` takes no time and no torch."""

@@ -16,8 +16,8 @@ from moefw.core.errors import ContractError
 from moefw.core.facts import ANY
 from moefw.core.plugin import OPTIMIZER, MemoryPlugin
 from moefw.core.records import Canonical
-from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows, origins
 from moefw.runtime.naming import by_parameter
+from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows, origins
 from moefw.runtime.parallel.local_shards import local, shared_out_like
 
 STEP = "step"

@@ -308,7 +308,7 @@ class Precision(ABC):
     def weight_codec(self) -> WeightCodec | None:
         """Codec with which sharded weights are gathered. None: they are gathered in ``weight_dtype``.
 
-        With a codec, ``quantize`` and ``keep`` get :class:`moefw.runtime.parallel.primary_weights.GatheredWeight`.
+        With a codec, ``quantize`` and ``keep`` get :class:`moefw.runtime.compute.primary_weights.GatheredWeight`.
         """
         return None
 

@@ -21,10 +21,10 @@ from moefw.core.records import Side
 from moefw.planner.operations import Operations
 from moefw.recording.recorder import GATHERED, GRADIENTS, PARAMETERS, Recorder
 from moefw.runtime.compute.once_a_step import done_for_step, made_for_step
+from moefw.runtime.compute.primary_weights import GatheredWeight
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.memory.dropped import in_backward
 from moefw.runtime.parallel.local_shards import even_dim
-from moefw.runtime.parallel.primary_weights import GatheredWeight
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -27,10 +27,10 @@ from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
 from moefw.plugins.precision.quantized.primary import SquareBlocks
 from moefw.plugins.precision.quantized.recipe import EmulatedRecipe
 from moefw.plugins.precision.quantized.scaled import ScaledRecipe
+from moefw.runtime.compute.primary_weights import GatheredWeight, Master
 from moefw.runtime.compute.product import linear
 from moefw.runtime.naming import by_parameter, canonical_parameters
 from moefw.runtime.parallel.local_shards import local
-from moefw.runtime.parallel.primary_weights import GatheredWeight, Master
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model

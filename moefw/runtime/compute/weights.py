@@ -25,7 +25,7 @@ from moefw.runtime.compute import wgrads
 from moefw.runtime.compute.casts import in_dtype
 from moefw.runtime.compute.grouped_mm import grouped_mm
 from moefw.runtime.compute.once_a_step import made_for_step
-from moefw.runtime.parallel.primary_weights import Master
+from moefw.runtime.compute.primary_weights import Master
 from moefw_kernels.add_wgrad import add_wgrad, adds_in_place
 
 FORWARD: Final[Sequence[Pass]] = ("fprop",)

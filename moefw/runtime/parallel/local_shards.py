@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from moefw.runtime.parallel.primary_weights import Master
+from moefw.runtime.compute.primary_weights import Master
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard
 
 from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side
+from moefw.runtime.compute.primary_weights import Master
 from moefw.runtime.parallel.local_shards import even_dim
-from moefw.runtime.parallel.primary_weights import Master
 
 M = TypeVar("M", bound=nn.Module)
 

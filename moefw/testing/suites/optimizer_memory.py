@@ -11,7 +11,7 @@ from attrs import frozen
 
 from moefw.core.errors import MoefwError, PlanError
 from moefw.core.plugin import OptimizerPlugin
-from moefw.runtime.memory.optimizer_states import OptimizerPolicy
+from moefw.runtime.optimizer_states import OptimizerPolicy
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.optimizer_memory_case import Rested, rested

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefw.plugins.memory.offload.pool import Allocate
 from moefw.plugins.memory.offload.streams import Transfers
-from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets
+from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets
 
 ALIGN_BYTES = 64
 """Tensors in a slot begin at multiples of this."""

@@ -10,7 +10,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from moefw.runtime.memory.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets, numbers
+from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets, numbers
 from moefw_kernels.random import stream
 
 ELEMENTS: Final = 1 << 24

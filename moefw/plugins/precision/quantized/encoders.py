@@ -14,7 +14,7 @@ from moefw.core.contracts import Codec, WeightCodec
 from moefw.core.records import Pass, Role, RowGroups
 from moefw.plugins.precision.quantized.primary import SquareBlocks, quantized_weight
 from moefw.runtime.communication.movement import Permutation
-from moefw.runtime.parallel.primary_weights import GatheredWeight
+from moefw.runtime.compute.primary_weights import GatheredWeight
 from moefw_kernels.permute import RowMap
 from moefw_kernels.permute_quantize import permute_quantize
 from moefw_kernels.quantize import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefw.core.contracts import WeightCodec
 from moefw.core.errors import PlanError
-from moefw.runtime.parallel.primary_weights import GatheredWeight
+from moefw.runtime.compute.primary_weights import GatheredWeight
 from moefw_kernels.quantize import E4M3, Quantized, quantize_fp8
 
 BLOCK: Final = (128, 128)
