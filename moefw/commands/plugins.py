@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moefw.commands.facts import page
+from moefw.commands.option_texts import option_texts
 from moefw.commands.tables import print_lines
 from moefw.compose.machine import lone_site, this_machine
 from moefw.compose.registry import Offer, RegisteredPlugin, Registry
@@ -59,7 +60,8 @@ def plugins(as_json: bool, facts: bool) -> None:
 def describe(part: RegisteredPlugin, site: Site) -> dict[str, Any]:
     """Description of a plugin as plain data.
 
-    ``usable`` is None if it depends on the options; ``options`` holds the defaults, None for those in ``required``.
+    ``usable`` is None if it depends on the options; ``options`` holds the defaults, None for those in ``required``;
+    ``option_texts`` holds the text under each option's field, if its source is there.
     """
     usable, reason = _usable(part.declaration, site)
     fields = [field for field in attrs.fields(part.declaration) if field.init]
@@ -73,6 +75,7 @@ def describe(part: RegisteredPlugin, site: Site) -> dict[str, Any]:
         "reason": reason,
         "options": {field.name: _default(field) for field in fields},
         "required": [field.name for field in fields if field.default is attrs.NOTHING],
+        "option_texts": option_texts(part.declaration),
     }
 
 

@@ -13,6 +13,7 @@ import click
 from attrs import evolve, frozen
 from attrs.validators import and_, ge, min_len, optional
 
+from moefw.commands.option_texts import option_texts
 from moefw.compose.defaults import defaults
 from moefw.compose.registry import RegisteredPlugin, Registry
 from moefw.compose.spec.sections import Spec
@@ -65,10 +66,13 @@ class _Writer:
         """Schema of a mapping that ``structure`` reads as ``cls``; ``defaults``: of its fields."""
         fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init]
         required = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in defaults]
+        described = {name: {"description": text} for name, text in option_texts(cls).items()}
+        # The description of what a field holds, a choice or a section, stands before the text under the field.
+        properties = {field.name: described.get(field.name, {}) | self.of_field(field, defaults) for field in fields}
         return {
             "description": _summary(cls),
             "type": "object" if required else ["object", "null"],
-            "properties": {field.name: self.of_field(field, defaults) for field in fields},
+            "properties": properties,
             "required": required,
             "additionalProperties": False,
         }

@@ -155,6 +155,7 @@ class MemoryPlugin(Plugin):
     """Whether the policy does nothing, so that the policy of an enclosing region applies."""
 
     regions: tuple[str, ...]
+    """Names of the regions that the policy treats, such as ``attention`` or ``moe_act``."""
 
     def needs(self, site: Site) -> Sequence[Need]:
         """Need for each named region to allow this policy's mechanism.
@@ -213,16 +214,16 @@ class LayoutPlugin(Plugin):
 
 @frozen
 class PipelinePlugin(Plugin):
-    """Declares a pipeline schedule: where stages lie, and the order in which each rank runs them. Needs no torch.
-
-    ``layout``: the stages, in the letters of Megatron-LM: ``E`` embedding, ``t`` layer, ``m`` layer that predicts a
-    further token, ``L`` loss, ``|`` between stages, ``*3`` or ``(...)*3`` for repetition. null: layers are spread
-    evenly, and those that predict further tokens lie in the last stage.
-    """
+    """Declares a pipeline schedule: where stages lie, and the order in which each rank runs them. Needs no torch."""
 
     hook: ClassVar[str] = "moefw_pipelines"
 
     layout: str | None = field(default=None, kw_only=True)
+    """Stages, in the letters of Megatron-LM; null: layers are spread evenly.
+
+    ``E`` embedding, ``t`` layer, ``m`` layer that predicts a further token, ``L`` loss, ``|`` between stages, ``*3`` or
+    ``(...)*3`` for repetition. With null, layers that predict further tokens lie in the last stage.
+    """
 
     @property
     def chunks(self) -> int:

@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Activation:
-    """What an expert computes of its gate g and its up u.
-
-    ``swiglu``: ``silu(g) * u``. ``clamped_swiglu``: ``g' * sigmoid(alpha * g') * (u' + 1)`` with ``g' = min(g, limit)``
-    and ``u' = min(max(u, -limit), limit)`` (gpt-oss, arXiv 2508.10925), by default with its 7 and 1.702.
-    """
+    """What an expert computes of its gate g and its up u."""
 
     kind: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Formula: ``swiglu``, ``silu(g) * u``, or ``clamped_swiglu``, that of gpt-oss (arXiv 2508.10925).
+
+    The latter is ``g' * sigmoid(alpha * g') * (u' + 1)`` with ``g' = min(g, limit)`` and
+    ``u' = min(max(u, -limit), limit)``.
+    """
     limit: float | None = field(default=None, validator=optional(gt(0.0)))
+    """Limit of ``clamped_swiglu``; null: 7. No option of ``swiglu``."""
     alpha: float | None = field(default=None, validator=optional(gt(0.0)))
+    """Factor in the sigmoid of ``clamped_swiglu``; null: 1.702. No option of ``swiglu``."""
 
     @property
     def clamp(self) -> tuple[float, float] | None:

@@ -18,17 +18,7 @@ from moefw.models.sizes import Sizes
 
 @frozen(kw_only=True)
 class Decoder(Sizes, ModelPlugin):
-    """Sizes of the transformer. The first ``num_dense_layers`` layers have a plain MLP of ``dense_dim``, no experts.
-
-    So do ``dense_layers``, by number. ``shared_expert_dim`` 0: no shared expert; with ``shared_expert_gate``, a sigmoid
-    of the token multiplies its output (Qwen2-MoE). ``activation`` is that of experts and MLPs; ``biased_experts`` gives
-    routed experts biases. ``mtp_layers`` layers behind all others predict one token more each, with ``mtp_coeff`` times
-    the mean of their losses (DeepSeek-V3, arXiv 2412.19437 section 2.2). ``vocab_size`` must hold the tokenizer's ids
-    (bytes: 256); the embedding of ``pad_id`` is not trained. ``loss_chunk``: the loss holds the logits of so many
-    tokens at a time, and computes them again in backward; None: it saves those of all tokens. ``zero_init`` starts the
-    head and the projections into the residual stream at zero; otherwise the projections start at
-    ``init_std / sqrt(2 * num_layers)`` (GPT-2).
-    """
+    """Decoder-only transformer, whose layers have experts or a plain MLP."""
 
     name: ClassVar[str] = "decoder"
 

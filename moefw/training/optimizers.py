@@ -24,9 +24,13 @@ class AdamW(OptimizerPlugin):
     name: ClassVar[str] = "adamw"
 
     beta1: float = field(default=0.9, validator=and_(ge(0.0), lt(1.0)))
+    """Share of the first moment, a mean of gradients, that a step keeps."""
     beta2: float = field(default=0.95, validator=and_(ge(0.0), lt(1.0)))
+    """Share of the second moment, a mean of their squares, that a step keeps."""
     eps: float = field(default=1e-8, validator=gt(0.0))
+    """Number added to the root of the second moment."""
     weight_decay: float = field(default=0.1, validator=ge(0.0))
+    """Weight decay: a step takes this share, times the learning rate, off each weight that decays."""
 
     def offers(self, site: Site) -> Offers:
         """Offer to store the moments in bf16, off the device, or both."""

@@ -21,7 +21,9 @@ class Cosine(SchedulePlugin):
     name: ClassVar[str] = "cosine"
 
     warmup_steps: int = field(default=20, validator=ge(0))
+    """Number of steps over which the learning rate rises linearly to the peak."""
     final_share: float = field(default=0.1, validator=share)
+    """Learning rate at the end, as a share of the peak."""
 
     def factor(self, step: int, steps: int) -> float:
         """Learning rate of ``step`` as a share of the peak."""
@@ -41,8 +43,11 @@ class WSD(SchedulePlugin):
     name: ClassVar[str] = "wsd"
 
     warmup_steps: int = field(default=20, validator=ge(0))
+    """Number of steps over which the learning rate rises linearly to the peak."""
     decay_share: float = field(default=0.2, validator=share)
+    """Share of the steps, at the end, over which the learning rate falls; not before the warm-up is over."""
     final_share: float = field(default=0.0, validator=share)
+    """Learning rate at the end, as a share of the peak."""
 
     def factor(self, step: int, steps: int) -> float:
         """Learning rate of ``step`` as a share of the peak."""

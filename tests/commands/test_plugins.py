@@ -39,6 +39,10 @@ class TestPlugins:
         assert adamw["options"]["beta1"] == 0.9
         assert (adamw["usable"], adamw["reason"]) == (True, "")
 
+    def test_tells_what_each_option_does(self):
+        for entry in listing()["plugins"]:
+            assert [name for name in entry["options"] if not entry["option_texts"].get(name)] == [], entry["name"]
+
     def test_an_option_without_a_default_is_required(self):
         assert listed("keep")["required"] == ["regions"]
         assert listed("keep")["options"] == {"regions": None}

@@ -1,6 +1,7 @@
 """``moefw schema`` accepts and refuses the same specs as the reader of specs."""
 
 import os
+import py_compile
 import subprocess
 import sys
 
@@ -11,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from command_cases import dispatcher, refusal, written_schema
+from command_cases import dispatch_branches, dispatcher, refusal, written_schema
 from moefw.commands import plugins as plugins_module
 from moefw.commands.schema import schema
 from moefw.compose.registry import Registry
-from moefw.compose.spec.sections import Spec, TrainSpec
+from moefw.compose.spec.sections import RESERVED, Spec, TrainSpec
 from moefw.compose.spec.source import Marks
 from moefw.compose.spec.structure import plain, structure
 
@@ -82,6 +83,25 @@ def installed_parts():
 PARTS = installed_parts()
 
 
+def options_in(described, path):
+    """Yield the path and the schema of every option below ``described``."""
+    for name, option in described.get("properties", {}).items():
+        if name not in RESERVED:
+            yield ".".join((*path, name)), option
+            yield from options_in(option, (*path, name))
+    for branch in (*described.get("oneOf", ()), *described.get("anyOf", ()), described.get("items")):
+        if isinstance(branch, dict):
+            plugin = branch.get("properties", {}).get("use")
+            yield from options_in(branch, (*path, plugin["const"]) if plugin else path)
+
+
+def branch_options(name):
+    """Return the options of a dispatcher in the schema."""
+    branches = (branch for branch in dispatch_branches(written_schema()) if "properties" in branch)
+    (properties,) = (branch["properties"] for branch in branches if branch["properties"]["use"] == {"const": name})
+    return properties
+
+
 def spec_with(part, options):
     """Return a spec that chooses a part, with options, in the section of its hook point."""
     chosen = {"use": part.name, **options}
@@ -144,7 +164,44 @@ class TestSchema:
         found = written_schema()
         (adamw,) = (b for b in found["properties"]["train"]["properties"]["optimizer"]["oneOf"] if "properties" in b)
         assert adamw["description"].startswith("Decoupled weight decay")
-        assert adamw["properties"]["beta1"] == {"type": "number", "minimum": 0, "exclusiveMaximum": 1, "default": 0.9}
+        text = "Share of the first moment, a mean of gradients, that a step keeps."
+        bounds = {"minimum": 0, "exclusiveMaximum": 1}
+        assert adamw["properties"]["beta1"] == {"description": text, "type": "number", **bounds, "default": 0.9}
+
+    def test_every_option_has_a_description(self):
+        options = dict(options_in(SCHEMA, ()))
+        assert {"run.seed", "routing.topk.balance.rate", "parallel.folded.experts.etp"} <= {*options}
+        assert [path for path, option in options.items() if not option.get("description")] == []
+
+    def test_an_option_is_described_by_the_text_under_its_field(self, install):
+        body = '''
+        rows: int = 1
+        """Number of rows
+
+        of a chunk.
+        """
+        plain: int = 2
+        '''
+        install("other-parts", dispatcher("described", body), names=["described"])
+        options = branch_options("described")
+        assert options["rows"]["description"] == "Number of rows of a chunk."
+        assert "description" not in options["plain"]
+
+    def test_an_option_that_is_declared_again_keeps_its_text(self, install):
+        source = dispatcher("again", '"""Not the text of a field."""\nrows: int = 1\n"""Number of rows."""')
+        source = source.replace("return [Part]", "return [Again]").replace(
+            "@moefw.hookimpl", "@frozen(kw_only=True)\nclass Again(Part):\n    rows: int = 2\n@moefw.hookimpl"
+        )
+        install("other-parts", source, names=["again"])
+        rows = branch_options("again")["rows"]
+        assert rows == {"description": "Number of rows.", "type": "integer", "default": 2}
+
+    def test_a_plugin_without_source_has_no_texts(self, install, tmp_path):
+        install("other-parts", dispatcher("compiled", 'rows: int = 1\n"""Number of rows."""'), names=["compiled"])
+        source = tmp_path / "other_parts.py"
+        py_compile.compile(str(source), str(source.with_suffix(".pyc")), doraise=True)
+        source.unlink()
+        assert branch_options("compiled")["rows"] == {"type": "integer", "default": 1}
 
     def test_is_the_same_text_in_every_process(self):
         command = [sys.executable, "-c", "from moefw.commands.schema import schema; schema()"]

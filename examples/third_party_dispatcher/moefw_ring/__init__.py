@@ -14,14 +14,12 @@ moefw_api = ">=2,<3"
 
 @frozen
 class Ring(moefw.DispatcherPlugin):
-    """Passes tokens around a ring of expert-parallel ranks, and sums of their rows back along it.
-
-    ``both_ways``: each token goes to each rank by the shorter way round, which halves the hops.
-    """
+    """Passes tokens around a ring of expert-parallel ranks, and sums of their rows back along it."""
 
     name: ClassVar[str] = "ring"
 
     both_ways: bool = True
+    """Whether each token goes to each rank by the shorter way round, which halves the hops."""
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
         """Offer any row alignment; counts are known on the host once the routing has gone round."""

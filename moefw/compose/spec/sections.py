@@ -54,49 +54,80 @@ def chosen(hook: str, **kwargs: Any) -> Any:
 
 @frozen(kw_only=True)
 class TrainSpec:
-    """Length and hyperparameters of training. Token counts are global; ``micro_batch`` is in sequences per rank.
-
-    ``packing``: ``none`` cuts the text into sequences of ``seq_len`` tokens. Otherwise sequences are documents, longer
-    ones in parts of ``seq_len``, and lie one behind another in packs of at most ``micro_batch * seq_len`` tokens; a
-    step has ``tokens_per_step`` tokens on average. All ranks of cp share a pack (``static``), or as few as hold it in
-    an equal share of these tokens, or as need to share a long sequence's work (``dynamic``).
-    ``document_mask``: tokens attend within their document only, positions restart in each, and no label crosses its
-    end, in training and evaluation (false: a window of ``seq_len`` tokens is one document). With ``packing``, always.
-    ``weights``: a Hugging Face folder to start from (null: from random weights); ``model.preset`` may be the same one.
-    ``record_routes``: write each token's experts into ``routes`` in the run's folder. ``replay_routes``: such a folder,
-    whose experts are taken in place of the router's choices, for the same tokens (null: the router chooses).
-    ``main_gradients``: the dtype in which micro-batches add up the gradients of matrices that FSDP does not shard; they
-    are fp32 when they are summed over ranks, and for the optimizer.
-    ``reduce_gradients``: when FSDP reduces gradients. With ``step``, ranks first add up those of all micro-batches,
-    in fp32 and of whole parameters.
-    ``on_full_disk``: a run whose metrics or checkpoints cannot be written stops, or continues with a warning.
-    ``on_bad_step``: the reaction to a step whose loss or gradient is not finite. ``loss_spike``: warn if a loss exceeds
-    this multiple of the mean of recent losses (null: never). In the metrics, ``skipped_steps``, ``rerun_steps`` and
-    ``loss_spikes`` are 1 in steps where this happened, and absent elsewhere.
-    """
+    """Length and hyperparameters of training. Token counts are global."""
 
     weights: str | None = None
+    """Hugging Face folder of the weights to start from; ``model.preset`` may be the same one. null: random weights."""
     record_routes: bool = False
+    """Whether each token's experts are written into ``routes`` in the run's folder."""
     replay_routes: str | None = None
+    """Folder of recorded routes of the same tokens, whose experts are taken in place of the router's choices.
+
+    null: the router chooses.
+    """
     steps: int = field(default=300, validator=ge(1))
+    """Number of optimizer steps."""
     tokens_per_step: int = field(default=8192, validator=ge(1))
+    """Number of tokens of a step, over all ranks and micro-batches; with ``packing``, on average."""
     micro_batch: int = field(default=4, validator=ge(1))
+    """Number of sequences of a micro-batch, per rank; with ``packing``, a pack has at most the tokens of so many."""
     seq_len: int = field(default=512, validator=ge(2))
+    """Number of tokens of a sequence; with ``packing``, the most: longer documents are in parts of so many."""
     packing: Literal["none", "static", "dynamic"] = "none"
+    """Arrangement of documents in micro-batches. ``none`` cuts the text into sequences of ``seq_len`` tokens.
+
+    Otherwise sequences are documents, longer ones in parts of ``seq_len``, and lie one behind another in packs of at
+    most ``micro_batch * seq_len`` tokens. All ranks of cp share a pack (``static``), or as few as hold it in an equal
+    share of these tokens, or as need to share a long sequence's work (``dynamic``).
+    """
     document_mask: bool = False
+    """Whether tokens attend within their document only, in training and evaluation; with ``packing``, always.
+
+    Positions restart in each document, and no label crosses its end. false: a window of ``seq_len`` tokens is one
+    document.
+    """
     lr: float = field(default=3e-3, validator=gt(0.0))
+    """Learning rate, which ``schedule`` multiplies by its factor of the step."""
     optimizer: Choice = chosen("moefw_optimizers")
+    """Optimizer of all parameters."""
     schedule: Choice = chosen("moefw_schedules")
+    """Schedule of the learning rate."""
     clip_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))  # type: ignore[arg-type]
+    """Largest norm of the whole gradient: a longer one is scaled down to it. null: gradients are not clipped."""
     main_gradients: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which micro-batches add up the gradients of matrices that FSDP does not shard.
+
+    They are fp32 when they are summed over ranks, and for the optimizer.
+    """
     reduce_gradients: Literal["micro_batch", "step"] = "micro_batch"
+    """Time at which FSDP reduces gradients: after each micro-batch, or once a step.
+
+    With ``step``, ranks first add up those of all micro-batches, in fp32 and of whole parameters.
+    """
     eval_every: int = field(default=0, validator=ge(0))
+    """Number of steps between evaluations on held-out text. One follows the last step in any case; 0: it alone."""
     eval_tokens: int = field(default=262144, validator=ge(1))
+    """Number of held-out tokens of an evaluation, if there are as many."""
     checkpoint_every: int = field(default=0, validator=ge(0))
+    """Number of steps between checkpoints. One follows the last step in any case; 0: it alone."""
     keep_checkpoints: int = field(default=2, validator=ge(1))
+    """Number of the newest checkpoints that are kept."""
     on_full_disk: Literal["stop", "continue"] = "stop"
+    """Reaction to metrics or checkpoints that cannot be written: ``stop``, or ``continue`` with a warning.
+
+    At the last checkpoint the run always stops.
+    """
     on_bad_step: Literal["stop", "skip", "rerun"] = "stop"
+    """Reaction to a step whose loss or gradient is not finite.
+
+    ``skip`` leaves its batch out; ``rerun`` runs it once more, and stops if it is bad again. In the metrics,
+    ``skipped_steps`` or ``rerun_steps`` is 1 in steps where this happened, and absent elsewhere.
+    """
     loss_spike: float | None = field(default=2.0, validator=optional(gt(1.0)))  # type: ignore[arg-type]
+    """Multiple of the mean of recent losses above which a loss causes a warning; null: never.
+
+    In the metrics, ``loss_spikes`` is 1 in steps where this happened, and absent elsewhere.
+    """
 
     @property
     def masks_documents(self) -> bool:
@@ -111,16 +142,18 @@ def _names_a_folder(_: object, attribute: Attribute[str], value: str) -> None:
 
 @frozen(kw_only=True)
 class RunSpec:
-    """Folder, seed, device, observers and timeout of a run.
-
-    ``timeout_s``: seconds that a rank may go without progress (a batch, a shard, a piece of text) until the run ends.
-    """
+    """Folder, seed, device, observers and timeout of a run."""
 
     dir: str = field(default="runs/default", validator=_names_a_folder)
+    """Folder of the run's files. It ends in a name and does not begin with ~."""
     seed: int = field(default=0, validator=ge(0))
+    """Seed of the initial parameters, the order of the data and the random draws of training."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device type; ``auto``: cuda where there is a GPU, else cpu."""
     observers: tuple[str, ...] = ()
+    """Names of the plugins that observe the run."""
     timeout_s: float = field(default=600.0, validator=gt(0.0))
+    """Seconds that a rank may go without progress (a batch, a shard, a piece of text) until the run ends."""
 
 
 @frozen(kw_only=True)
@@ -135,6 +168,7 @@ class Spec:
     gemm: Choice = chosen("moefw_gemms")
     precision: Choice = chosen("moefw_precisions")
     memory: tuple[Choice, ...] = chosen("moefw_memory_policies", default=())
+    """Policies for what regions save for backward, and for optimizer states; empty: all is kept as it is."""
     parallel: Choice = chosen("moefw_layouts")
     pipeline: Choice = chosen("moefw_pipelines")
     data: Choice = chosen("moefw_data_sources")

@@ -23,12 +23,16 @@ SIZE = and_(ge(1), le(MOST))
 
 @frozen(kw_only=True)
 class Heads(moefw.AttentionPlugin):
-    """``kernel``: PyTorch's flash attention, or FlexAttention (a GPU only)."""
+    """Attention of several heads with rotary positions."""
 
     num_heads: int = field(default=4, validator=SIZE)
+    """Number of heads; tp divides it."""
     rope: Rope = Rope()
+    """Rotary positions."""
     norm_eps: float = field(default=1e-6, validator=gt(0.0))
+    """Number added to the mean square in RMS norms."""
     kernel: Literal["sdpa", "flex"] = "sdpa"
+    """Kernel of the scores: ``sdpa``, PyTorch's flash attention, or ``flex``, FlexAttention (a GPU only)."""
 
     def regions(self) -> tuple[str, ...]:
         """Regions inside the attention. All may be kept, recomputed or offloaded."""

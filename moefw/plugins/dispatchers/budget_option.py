@@ -16,13 +16,15 @@ from moefw.plugins.dispatchers.wire_option import SendsRows
 
 @frozen(kw_only=True, slots=False)  # with slots it could not be a base beside another class of options
 class SetsBudget(SendsRows):
-    """``rank_capacity``: the static number of rows of a rank, as a multiple of its fair share; null: room for all rows.
-
-    Rows beyond it: ``on_overflow`` rerun runs the step again without the budget, drop drops them.
-    """
+    """Dispatcher that can give each rank a budget, a static number of rows."""
 
     rank_capacity: float | None = field(default=None, validator=optional(gt(0.0)))
+    """Static number of rows of a rank, as a multiple of its fair share; null: room for all rows."""
     on_overflow: Literal["rerun", "drop"] | None = None
+    """Reaction to rows beyond ``rank_capacity``. ``rerun`` runs the step again without the budget, ``drop`` drops them.
+
+    It is set exactly if ``rank_capacity`` is.
+    """
 
     @property
     def budget(self) -> Budget | None:

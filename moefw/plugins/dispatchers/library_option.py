@@ -16,10 +16,7 @@ from moefw.plugins.dispatchers.wire_option import SendsRows
 
 @frozen(kw_only=True)
 class CallsLibrary(SendsRows):
-    """``backend`` torch: the algorithm over any process group; library: a package that does the same on GPUs.
-
-    ``max_tokens``: the most tokens that a rank ever sends at once. It sizes the library's buffer.
-    """
+    """Dispatcher that can leave the movement of rows to a library."""
 
     package: ClassVar[str]
     """The library's module; ``install`` says how to install it."""
@@ -28,7 +25,12 @@ class CallsLibrary(SendsRows):
     """Whether the library moves packed rows, as bytes."""
 
     backend: Literal["torch", "library"]
+    """Implementation. ``torch``: the algorithm over any process group. ``library``: a package, on GPUs."""
     max_tokens: int | None = field(default=None, validator=optional(gt(0)))
+    """Most tokens that a rank ever sends at once, which size the library's buffer.
+
+    An option of ``backend: library`` only.
+    """
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Also the library's needs of the machine and of the other parts."""

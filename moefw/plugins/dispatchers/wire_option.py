@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class SendsRows(DispatcherPlugin):
-    """``wire``: ``high`` sends rows in the dtype of the residual stream; ``fp8`` as the recipe's codes and scales.
-
-    Only rows sent to the experts are packed. Combined rows and gradients are sums and stay high.
-    """
+    """Dispatcher that can send packed rows to the experts."""
 
     wire: Literal["high", "fp8"] = "high"
+    """Form of rows on their way to the experts.
+
+    ``high``: in the dtype of the residual stream. ``fp8``: as the recipe's codes and scales. Combined rows and
+    gradients are sums and stay high.
+    """
 
     def offers(self, site: Site) -> moefw.Offers:
         """Offers: any row alignment, and counts that the host reads where a part needs them there."""

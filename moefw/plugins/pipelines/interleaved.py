@@ -22,6 +22,7 @@ class Interleaved(PipelinePlugin):
     name: ClassVar[str] = "interleaved"
 
     chunks: int = field(default=2, validator=ge(2), kw_only=True)
+    """Number of stages of a rank."""
 
     def check_batches(self, ranks: int, micro_batches: int) -> Iterator[moefw.Problem]:
         """Yield a problem of micro-batches that are no multiple of the rounds, each of ``ranks`` or slightly more."""

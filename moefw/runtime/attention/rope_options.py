@@ -35,26 +35,47 @@ _positive = optional(gt(0.0))
 
 @frozen(kw_only=True)
 class Rope:
-    """Rotary positions (arXiv 2104.09864). Each kind but ``default`` stretches positions to a longer context.
-
-    ``linear`` {factor} (arXiv 2306.15595). ``llama3`` {factor, trained_positions, low_freq_factor, high_freq_factor}.
-    ``yarn`` {factor, trained_positions, beta_fast, beta_slow, truncate, mscale, mscale_all_dim, attention_factor}
-    (arXiv 2309.00071). ``pairs``: values (i, i + d/2) turn together, or (2i, 2i + 1).
-    """
+    """Rotary positions (arXiv 2104.09864). Each kind but ``default`` stretches positions to a longer context."""
 
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    """Kind of stretching, which has its own options. ``linear`` {factor} (arXiv 2306.15595).
+
+    ``llama3`` {factor, trained_positions, low_freq_factor, high_freq_factor}. ``yarn`` {factor, trained_positions,
+    beta_fast, beta_slow, truncate, mscale, mscale_all_dim, attention_factor} (arXiv 2309.00071).
+    """
     theta: float = field(default=10000.0, validator=gt(1.0))
+    """Base of the frequencies: pair i of d/2 turns by ``theta ** (-2 * i / d)`` from a position to the next."""
     pairs: Literal["halves", "neighbours"] = "halves"
+    """Values that turn together: (i, i + d/2) in ``halves``, (2i, 2i + 1) as ``neighbours``."""
     factor: float | None = field(default=None, validator=optional(ge(1.0)))
+    """Length of the longer context, as a multiple of the trained one. All kinds but ``default`` need it."""
     trained_positions: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of positions of the trained context, which ``llama3`` and ``yarn`` need."""
     low_freq_factor: float | None = field(default=None, validator=_positive)
+    """Number of turns over the trained context up to which ``llama3`` divides a frequency by ``factor``; null: 1."""
     high_freq_factor: float | None = field(default=None, validator=_positive)
+    """Number of turns over the trained context from which ``llama3`` keeps a frequency; null: 4.
+
+    It is above ``low_freq_factor``; frequencies between are blended.
+    """
     beta_fast: float | None = field(default=None, validator=_positive)
+    """Number of turns over the trained context from which ``yarn`` keeps a frequency; null: 32."""
     beta_slow: float | None = field(default=None, validator=_positive)
+    """Number of turns over the trained context up to which ``yarn`` divides a frequency by ``factor``; null: 1."""
     truncate: bool | None = None
+    """Whether ``yarn`` blends from a whole pair to a whole pair, and not between fractions; null: true."""
     mscale: float | None = field(default=None, validator=optional(ge(0.0)))
+    """Weight s of ``0.1 * s * ln(factor) + 1``, which ``yarn`` divides by that of ``mscale_all_dim``; null: 0.
+
+    The quotient is the factor of cosines and sines if both weights are above 0.
+    """
     mscale_all_dim: float | None = field(default=None, validator=optional(ge(0.0)))
+    """Weight s of ``0.1 * s * ln(factor) + 1``, by whose square ``yarn`` multiplies scores; null: 0. DeepSeek-V3."""
     attention_factor: float | None = field(default=None, validator=_positive)
+    """Factor of ``yarn``'s cosines and sines.
+
+    null: that of ``mscale`` and ``mscale_all_dim``, or ``0.1 * ln(factor) + 1`` without them (arXiv 2309.00071 eq. 22).
+    """
 
     def option(self, name: str) -> Any:
         """Option of this kind: as set, else its default."""

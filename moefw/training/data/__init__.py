@@ -16,11 +16,7 @@ from moefw.training.data.options import Options, absolute
 class Text(Options):
     """The text in a file or a folder; one file is one document.
 
-    ``path`` null: the sources of the running Python's standard library. ``suffixes`` keeps the files of a folder
-    with these endings; empty: every file that is UTF-8 text. ``tokenizer`` is ``bytes``, ``bpe-N`` (a byte-level BPE
-    of N ids, made from the training text) or the path of a ``tokenizer.json``. ``heldout`` is the share of
-    documents that training never sees (of a single document, the share of its bytes, at its end); a document's side
-    depends only on its path inside the folder.
+    Whether a document is held out depends only on its path inside the folder.
     """
 
     name: ClassVar[str] = "text"

@@ -18,10 +18,15 @@ NUM_BYTES = 256
 
 @frozen(kw_only=True)
 class Tokenized(DataSourcePlugin):
-    """How documents are tokenized and split: see :class:`moefw.training.data.Text`."""
+    """Text that is tokenized once, a part of it held out."""
 
     tokenizer: str = field(default="bytes", validator=min_len(1))
+    """Tokenizer: ``bytes``, ``bpe-N`` or the path of a ``tokenizer.json``.
+
+    ``bpe-N`` is a byte-level BPE of N ids, made from the training text.
+    """
     heldout: float = field(default=0.05, validator=and_(gt(0.0), lt(1.0)))
+    """Share of documents that training never sees; of a single document, the share of its bytes, at its end."""
 
     @property
     def bpe_size(self) -> int | None:
@@ -55,10 +60,12 @@ class Tokenized(DataSourcePlugin):
 
 @frozen(kw_only=True)
 class Options(Tokenized):
-    """The text and how it is tokenized: see :class:`moefw.training.data.Text`."""
+    """Options of :class:`moefw.training.data.Text`."""
 
     path: str | None = field(default=None, validator=optional(min_len(1)))
+    """File or folder of the text. null: the sources of the running Python's standard library."""
     suffixes: tuple[str, ...] = ()
+    """Endings of the files of a folder that are read; empty: every file that is UTF-8 text."""
 
 
 def token_ids(tokenizer: str, count: int) -> moefw.Need:

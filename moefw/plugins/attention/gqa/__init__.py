@@ -12,13 +12,7 @@ from moefw.plugins.attention.gqa.options import Options
 
 @frozen(kw_only=True)
 class GroupedQuery(Options):
-    """``num_heads`` queries of ``head_dim`` values share ``num_kv_heads`` keys and values (arXiv 2305.13245).
-
-    ``qk_norm``: queries and keys are normalised within each ``head``, or across ``all`` heads. ``clip``: the largest
-    magnitude of queries, keys and values. ``window``: a token sees this many tokens, itself included; null: all.
-    ``full_layers``: layers without the window. ``sinks``: each head has a learned score that takes a share of the
-    softmax and has no value (gpt-oss). ``kernel``: PyTorch's flash attention, or FlexAttention (a GPU only).
-    """
+    """``num_heads`` queries of ``head_dim`` values share ``num_kv_heads`` keys and values (arXiv 2305.13245)."""
 
     name: ClassVar[str] = "gqa"
 

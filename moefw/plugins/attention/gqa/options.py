@@ -19,14 +19,23 @@ class Options(Heads):
     """Options of :class:`moefw.plugins.attention.gqa.GroupedQuery`."""
 
     num_kv_heads: int = field(default=2, validator=SIZE)
+    """Number of heads of keys and values; it divides ``num_heads``."""
     head_dim: int = field(default=64, validator=SIZE)
+    """Number of values of a head's query, key and value; even, as RoPE turns pairs."""
     qk_norm: Literal["head", "all", "none"] = "head"
+    """Norm of queries and keys: within each ``head``, across ``all`` heads, or ``none``."""
     qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
     out_bias: bool = False
+    """Whether the output projection has a bias."""
     clip: float | None = field(default=None, validator=optional(gt(0.0)))
+    """Largest magnitude of queries, keys and values; null: they are not clipped."""
     window: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of tokens that a token sees, itself included; null: all."""
     full_layers: tuple[int, ...] = ()
+    """Numbers, from 0, of the layers without the window."""
     sinks: bool = False
+    """Whether each head has a learned score that takes a share of the softmax and has no value (gpt-oss)."""
 
     def regions(self) -> tuple[str, ...]:
         """Regions inside the attention."""

@@ -14,10 +14,7 @@ from moefw.plugins.attention.mla.options import Options
 class Latent(Options):
     """Keys and values are made of one latent of ``kv_rank`` values a token (DeepSeek-V2, arXiv 2405.04434 section 2.1).
 
-    Queries are made of one of ``q_rank`` values; null: of the token. Each head compares ``nope_dim`` values without
-    positions, and ``rope_dim`` values with, whose key all heads share; its own values are ``v_dim``.
-    ``in_bias`` and ``out_bias``: biases of the projections into the latents, and of the last one. ``kernel``: PyTorch's
-    flash attention, or FlexAttention (a GPU only).
+    Each head compares values without positions, its own keys, and values with positions, whose key all heads share.
     """
 
     name: ClassVar[str] = "mla"

@@ -18,13 +18,21 @@ class Options(Heads):
     """Options of :class:`moefw.plugins.attention.mla.Latent`."""
 
     q_rank: int | None = field(default=None, validator=optional(SIZE))
+    """Number of values of the latent that a token's queries are made of; null: they are made of the token."""
     kv_rank: int = field(default=128, validator=SIZE)
+    """Number of values of the latent that a token's keys and values are made of."""
     nope_dim: int = field(default=32, validator=SIZE)
+    """Number of values that each head compares without positions."""
     rope_dim: int = field(default=16, validator=SIZE)
+    """Number of values that each head compares with positions, whose key all heads share; even."""
     v_dim: int = field(default=32, validator=SIZE)
+    """Number of values of a head's value."""
     rope: Rope = Rope(pairs="neighbours")
+    """Rotary positions of the ``rope_dim`` values."""
     in_bias: bool = False
+    """Whether the projections into the latents have biases."""
     out_bias: bool = False
+    """Whether the last projection has a bias."""
 
     @property
     def scale(self) -> float:

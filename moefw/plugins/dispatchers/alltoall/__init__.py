@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class AllToAll(SetsBudget):
-    """Sends K*(P-1)/P rows per token over the expert-parallel ranks. Best where K is small compared with P.
-
-    ``rank_capacity``: the static number of rows of a rank, as a multiple of its fair share, in equal parts from each
-    rank; null: room for all rows. Rows beyond it: ``on_overflow`` rerun runs the step again without the budget.
-    ``max_tokens``: the most tokens that a rank ever sends at once. Ranks then need not agree on it: with it and a
-    budget the host never waits.
-    """
+    """Sends K*(P-1)/P rows per token over the expert-parallel ranks. Best where K is small compared with P."""
 
     name: ClassVar[str] = "alltoall"
 
     on_overflow: Literal["rerun"] | None = None
+    """Reaction to rows beyond ``rank_capacity``, of which each sending rank has an equal part.
+
+    ``rerun`` runs the step again without the budget. It is set exactly if ``rank_capacity`` is.
+    """
     max_tokens: int | None = field(default=None, validator=optional(gt(0)))
+    """Most tokens that a rank ever sends at once; null: ranks agree on it. With it and a budget the host never waits.
+
+    It needs ``rank_capacity``.
+    """
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
         """Also the problem of ``max_tokens`` without a budget."""

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 class DeepEP(CallsLibrary):
     """Sends a token once to each rank that holds some of its experts: 1.5 times fewer bytes than alltoall at EP 8.
 
-    ``backend`` torch: the algorithm over any process group; library: the ``deep_ep`` package, on GPUs.
-    ``max_tokens``: the most tokens that a rank ever sends at once. It sizes the library's ``ElasticBuffer``, which
-    is used where ``Buffer`` does not support the layer, and for ``grouped``.
-    ``grouped``: the library groups rows by expert as they arrive, in its own order, which differs from run to run.
+    Its library is the ``deep_ep`` package. ``max_tokens`` sizes the library's ``ElasticBuffer``, which is used where
+    ``Buffer`` does not support the layer, and for ``grouped``.
     """
 
     name: ClassVar[str] = "deepep"
@@ -33,6 +31,7 @@ class DeepEP(CallsLibrary):
     packs: ClassVar[bool] = True
 
     grouped: bool = False
+    """Whether the library groups rows by expert as they arrive, in its own order, which differs from run to run."""
 
     def offers(self, site: Site) -> moefw.Offers:
         """Offers: rows that the library groups come in another order each time."""

@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 class HybridEP(CallsLibrary, SetsBudget):
     """Sends a token once to each node that holds some of its experts. Best with many nodes and slow links.
 
-    ``backend`` torch: the same algorithm over any process group; library: DeepEP's hybrid-ep branch, on GPUs.
-    ``rank_capacity``: the static number of rows of a rank, as a multiple of its fair share; null: room for all rows.
-    Rows beyond it: ``on_overflow`` rerun runs the step again without the budget, drop drops them.
-    ``max_tokens``: the most tokens that a rank ever sends at once. Ranks then need not agree on it: with it and a
-    budget the host never waits.
+    Its library is DeepEP's hybrid-ep branch. Ranks need not agree on the most tokens where ``max_tokens`` gives it:
+    with it and a budget the host never waits.
     """
 
     name: ClassVar[str] = "hybridep"

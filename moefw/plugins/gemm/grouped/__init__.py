@@ -18,14 +18,12 @@ DIM_MULTIPLE = 8
 
 @frozen
 class Grouped(GemmPlugin):
-    """Runs ``torch.nn.functional.grouped_mm``; saves only rows and pre-activation (2TD + 4SF bytes in bf16).
-
-    ``pad_rows`` pads each expert's rows to a multiple.
-    """
+    """Runs ``torch.nn.functional.grouped_mm``; saves only rows and pre-activation (2TD + 4SF bytes in bf16)."""
 
     name: ClassVar[str] = "grouped"
 
     pad_rows: int = field(default=1, validator=ge(1))
+    """Multiple to which the rows of each expert are padded."""
 
     def offers(self, site: Site) -> moefw.Offers:
         """Offers. The activation is always recomputed from the pre-activation, which ``expert_fc2`` saves.

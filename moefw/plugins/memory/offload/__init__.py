@@ -20,18 +20,23 @@ BUCKET_BYTES = 1 << 26
 class Offload(MemoryPlugin):
     """Copies the tensors that regions save off the device in forward, and back before their backward.
 
-    ``to`` host: into host memory, page-locked for a GPU; nvme: into unnamed files under ``path``, a folder on a local
-    disk, which are freed with the process. Tensors below ``min_bytes`` stay. ``fraction``: at most this share of the
-    other bytes that a region saves is offloaded, every time the same tensors. Parameters stay.
+    Parameters stay.
     """
 
     name: ClassVar[str] = "offload"
     mechanism: ClassVar[str] = "offload"
 
     to: Literal["host", "nvme"] = "host"
+    """Place of the copies. ``host``: host memory, page-locked for a GPU.
+
+    ``nvme``: unnamed files under ``path``, which are freed with the process.
+    """
     path: str | None = field(default=None, validator=optional(min_len(1)))
+    """Folder on a local disk for ``to: nvme``; null with ``to: host``."""
     min_bytes: int = field(default=MIN_BYTES, validator=ge(0))
+    """Size in bytes below which a tensor stays."""
     fraction: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
+    """Largest share of the other bytes that a region saves which is offloaded, every time the same tensors."""
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Problem unless ``path`` is set exactly for ``to``: nvme."""
@@ -65,17 +70,19 @@ class Offload(MemoryPlugin):
 
 @frozen
 class OptimizerOffload(OptimizerMemoryPlugin):
-    """Keeps the optimizer's states in host memory, page-locked for a GPU; parameters stay on the device.
-
-    ``update`` host: the CPU updates them; gradients and parameters are copied to the host, new parameters back. device:
-    states are copied to the device for their update, and back. Two buckets of at most ``bucket_bytes`` are in flight.
-    """
+    """Keeps the optimizer's states in host memory, page-locked for a GPU; parameters stay on the device."""
 
     name: ClassVar[str] = "optimizer-offload"
     mechanism: ClassVar[str] = "offload"
 
     update: Literal["host", "device"] = "device"
+    """Place of the update.
+
+    ``host``: the CPU updates states; gradients and parameters are copied to the host, new parameters back. ``device``:
+    states are copied to the device for their update, and back.
+    """
     bucket_bytes: int = field(default=BUCKET_BYTES, validator=ge(1 << 10))
+    """Largest size of a bucket in bytes, at least 1024. Two buckets are in flight."""
 
     def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:
         """Policy."""

@@ -12,16 +12,17 @@ from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
 
 @frozen
 class OptimizerBF16(OptimizerMemoryPlugin):
-    """Keeps the optimizer's states in bf16 between steps. Every update is the optimizer's own, in fp32.
-
-    ``rounding`` stochastic: up or down at random, without bias; nearest: a state that changes by less than half a unit
-    in its last place per step does not change, as happens to second moments with ``beta2`` near 1.
-    """
+    """Keeps the optimizer's states in bf16 between steps. Every update is the optimizer's own, in fp32."""
 
     name: ClassVar[str] = "optimizer-bf16"
     mechanism: ClassVar[str] = "bf16"
 
     rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Rounding of states to bf16. ``stochastic``: up or down at random, without bias.
+
+    ``nearest``: a state that changes by less than half a unit in its last place per step does not change, as happens to
+    second moments with ``beta2`` near 1.
+    """
 
     def build(self, context: moefw.BuildContext) -> moefw.OptimizerPolicy:
         """Policy."""

@@ -25,17 +25,21 @@ def _power_of_two(plugin: Any, attribute: Attribute[int], value: int) -> None:
 class PagedStash(MemoryPlugin):
     """Saves only the valid rows that experts compute on, where a budget makes the number of rows static.
 
-    For each saved tensor, a pool has room for ``factor`` times the rows of a rank under balanced load, in pages of
-    ``page_rows``. Layers share it: one may take more where another takes less. Where rows find no page, the step is run
-    again, dropless. ``spill`` host: they go to host memory instead, page-locked for a GPU, with room for all.
+    They lie in pages of a pool for each saved tensor, which layers share: one may take more where another takes less.
     """
 
     name: ClassVar[str] = "paged-stash"
     mechanism: ClassVar[str] = "stash"
 
     factor: float = field(default=FACTOR, validator=gt(0.0))
+    """Size of the pool of a saved tensor, as a multiple of the rows of a rank under balanced load."""
     page_rows: int = field(default=PAGE_ROWS, validator=[ge(1), _power_of_two])
+    """Number of rows of a page, a power of two."""
     spill: Literal["host"] | None = None
+    """Place of the rows that find no page. ``host``: host memory, page-locked for a GPU, with room for all.
+
+    null: the step is run again, dropless.
+    """
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Needs: the regions, and a budget of rows that a second run lifts."""

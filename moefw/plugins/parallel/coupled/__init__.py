@@ -18,20 +18,31 @@ from moefw.plugins.parallel.options import Sharing, fit_world, shards_validator,
 class Coupled(LayoutPlugin):
     """One mesh (pp, dp, cp, tp) whose groups the experts share: ep is inside dp, and etp is tp.
 
-    ``dp`` null: the size that the world leaves; ``ep`` divides it. An expert has dp / ep x cp copies, its edp.
-    ``shard`` and ``expert_shard``: the number of ranks that shard each parameter of attention and of the experts
-    (FSDP). It divides the number of copies: dp x cp, or edp. 1: each copy is whole; all: one copy in total.
+    An expert has dp / ep x cp copies, its edp.
     """
 
     name: ClassVar[str] = "coupled"
 
     pp: int = field(default=1, validator=ge(1))
+    """Number of ranks that share the layers."""
     dp: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of ranks with different sequences; null: the size that the world leaves. ``ep`` divides it."""
     cp: int = field(default=1, validator=ge(1))
+    """Number of ranks that share sequences."""
     tp: int = field(default=1, validator=ge(1))
+    """Number of ranks that share matrices, of attention and of each expert."""
     ep: int = field(default=1, validator=ge(1))
+    """Number of ranks that share the experts of a layer."""
     shard: int | Literal["all"] = field(default=1, validator=shards_validator)
+    """Number of ranks that shard each parameter of attention (FSDP). It divides the number of copies, dp x cp.
+
+    With 1, each copy is whole; ``all``: one copy in total.
+    """
     expert_shard: int | Literal["all"] = field(default=1, validator=shards_validator)
+    """Number of ranks that shard each parameter of the experts (FSDP). It divides the number of copies, edp.
+
+    With 1, each copy is whole; ``all``: one copy in total.
+    """
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Needs: a model that can be split along the axes in use."""

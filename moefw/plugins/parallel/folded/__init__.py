@@ -36,13 +36,21 @@ def _etp_inside_ep(_: object, option: Any, order: tuple[str, ...]) -> None:
 
 @frozen(kw_only=True)
 class DenseMesh:
-    """Split of attention, embedding and loss. ``dp`` null: the size that the world leaves."""
+    """Split of attention, embedding and loss."""
 
     dp: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of ranks with different sequences; null: the size that the world leaves."""
     cp: int = field(default=1, validator=ge(1))
+    """Number of ranks that share sequences."""
     tp: int = field(default=1, validator=ge(1))
+    """Number of ranks that share matrices."""
     order: tuple[Literal["dp", "cp", "tp"], ...] = field(default=("dp", "cp", "tp"), validator=_each_axis_once)
+    """Axes of the mesh in a pipeline stage, outermost first; the last one joins neighbouring ranks."""
     shard: int | Literal["all"] = field(default=1, validator=shards_validator)
+    """Number of ranks that shard each parameter of the mesh (FSDP). It divides the number of copies, dp x cp.
+
+    With 1, each copy is whole; ``all``: one copy in total.
+    """
 
 
 @frozen(kw_only=True)
@@ -50,27 +58,35 @@ class ExpertMesh:
     """Split of experts. ``edp`` is the size that the world leaves."""
 
     ep: int = field(default=1, validator=ge(1))
+    """Number of ranks that share the experts of a layer."""
     etp: int = field(default=1, validator=ge(1))
+    """Number of ranks that share the matrices of each expert."""
     order: tuple[Literal["edp", "ep", "etp"], ...] = field(
         default=("edp", "ep", "etp"), validator=[_each_axis_once, _etp_inside_ep]
     )
+    """Axes of the mesh in a pipeline stage, outermost first, ``etp`` after ``ep``.
+
+    The last one joins neighbouring ranks.
+    """
     shard: int | Literal["all"] = field(default=1, validator=shards_validator)
+    """Number of ranks that shard each parameter of the mesh (FSDP). It divides the number of copies, edp.
+
+    With 1, each copy is whole; ``all``: one copy in total.
+    """
 
 
 @frozen(kw_only=True)
 class Folded(LayoutPlugin):
-    """Two meshes over the same ranks: dense (pp, dp, cp, tp) and experts (pp, edp, ep, etp).
-
-    ``order``: the axes of a mesh in a pipeline stage, outermost first; the last one joins neighbouring ranks.
-    ``shard``: the number of ranks that shard each parameter of a mesh (FSDP). It divides the number of copies: dp x cp,
-    or edp. 1: each copy is whole; all: one copy in total.
-    """
+    """Two meshes over the same ranks: dense (pp, dp, cp, tp) and experts (pp, edp, ep, etp)."""
 
     name: ClassVar[str] = "folded"
 
     pp: int = field(default=1, validator=ge(1))
+    """Number of ranks that share the layers."""
     dense: DenseMesh = DenseMesh()
+    """Mesh of attention, embedding and loss."""
     experts: ExpertMesh = ExpertMesh()
+    """Mesh of the experts."""
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Needs: a model that can be split along the axes in use."""

@@ -28,10 +28,6 @@ class LowPrecisionPlugin(PrecisionPlugin):
     """Quantizes the operands of the GEMMs of attention, MLPs and experts for each of their three products.
 
     Router, norms, embedding, head and softmax compute as in bf16; parameters, gradients and optimizer are fp32.
-    ``backend`` emulate quantizes to the codes and scales of the format, dequantizes them and multiplies in fp32, on any
-    machine; torch multiplies the codes directly, on GPUs that can; te quantizes and multiplies with Transformer Engine.
-    ``keep_bf16``: patterns of modules that stay in bf16, such as ``layers.0.*``, ``layers.-1.*`` for the last layer, or
-    ``*.attention``.
     """
 
     rows: ClassVar[int]
@@ -53,7 +49,14 @@ class LowPrecisionPlugin(PrecisionPlugin):
     """GPUs on which torch multiplies the codes."""
 
     backend: Literal["emulate", "torch", "te"]
+    """Implementation of the products.
+
+    ``emulate`` quantizes to the codes and scales of the format, dequantizes them and multiplies in fp32, on any
+    machine; ``torch`` multiplies the codes directly, on GPUs that can; ``te`` quantizes and multiplies with Transformer
+    Engine.
+    """
     keep_bf16: tuple[str, ...] = ()
+    """Patterns of modules that stay in bf16: ``layers.0.*``, ``layers.-1.*`` for the last layer, ``*.attention``."""
 
     @property
     @abstractmethod
@@ -123,12 +126,13 @@ class LowPrecisionPlugin(PrecisionPlugin):
 
 @frozen(kw_only=True)
 class QuantizedPlugin(LowPrecisionPlugin):
-    """An eight-bit recipe, which can also save the experts' pre-activation as codes: ``saved_activations``.
-
-    fp8: codes of the recipe; int8: integers in blocks of 128, which backward reads with twice the accuracy.
-    """
+    """An eight-bit recipe, which can also save the experts' pre-activation as codes."""
 
     saved_activations: Literal["bf16", "fp8", "int8"] = "bf16"
+    """Format of the experts' saved pre-activation.
+
+    ``fp8``: codes of the recipe; ``int8``: integers in blocks of 128, which backward reads with twice the accuracy.
+    """
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Also the need of a GEMM that lets the recipe save its activations."""

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class FP8Blockwise(QuantizedPlugin):
-    """E4M3 with one scale per 1x128 values of activations and gradients, and per 128x128 of weights.
-
-    ``scales``: power_of_two, rounded down as in Transformer Engine's default, or exact fp32. ``primary_weights``: the
-    format in which sharded weights are gathered; fp8: each rank quantizes its shard of the fp32 masters.
-    """
+    """E4M3 with one scale per 1x128 values of activations and gradients, and per 128x128 of weights."""
 
     name: ClassVar[str] = "fp8-blockwise"
     rows: ClassVar[int] = 128
@@ -33,7 +29,9 @@ class FP8Blockwise(QuantizedPlugin):
     gpus: ClassVar[Gpus] = BLOCKS_OF_128
 
     scales: Literal["power_of_two", "fp32"] = "power_of_two"
+    """Scales: ``power_of_two``, rounded down as in Transformer Engine's default, or exact ``fp32``."""
     primary_weights: Literal["fp32", "fp8"] = "fp32"
+    """Format in which sharded weights are gathered; ``fp8``: each rank quantizes its shard of the fp32 masters."""
 
     @property
     def te_gpus(self) -> Gpus:

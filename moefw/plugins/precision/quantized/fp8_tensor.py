@@ -23,11 +23,7 @@ DELAYED: Final[Mapping[str, Any]] = {"history": 16, "margin": 0, "algorithm": "m
 
 @frozen(kw_only=True)
 class FP8Tensor(QuantizedPlugin):
-    """E4M3, gradients E5M2, with one fp32 scale per tensor; for experts, per expert's rows or weight matrix.
-
-    ``scaling`` current: from the tensor's own largest magnitude. ``delayed``: from the largest magnitude of the last
-    ``history`` steps (``algorithm`` max) or of the last step (most_recent), with a headroom of 2^``margin``.
-    """
+    """E4M3, gradients E5M2, with one fp32 scale per tensor; for experts, per expert's rows or weight matrix."""
 
     name: ClassVar[str] = "fp8-tensor"
     rows: ClassVar[int] = 16
@@ -37,9 +33,13 @@ class FP8Tensor(QuantizedPlugin):
     te_gpus: ClassVar[Gpus] = WHOLE_TENSORS
 
     scaling: Literal["current", "delayed"] = "current"
+    """Source of a scale: ``current``, the tensor's own largest magnitude, or ``delayed``, that of earlier steps."""
     history: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of the last steps whose largest magnitudes ``delayed`` scaling remembers; null: 16."""
     margin: int | None = field(default=None, validator=optional(ge(0)))
+    """Headroom of ``delayed`` scaling, as a power of two: 2^``margin``; null: 0."""
     algorithm: Literal["max", "most_recent"] | None = None
+    """Magnitude of ``delayed`` scaling: ``max``, the largest of ``history``, or ``most_recent``; null: ``max``."""
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Also the need of delayed scaling for GEMMs that remember magnitudes, each its own."""

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 class NVFP4(LowPrecisionPlugin):
     """E2M1 in blocks of 16 with E4M3 scales, and an fp32 scale per expert's rows or weight matrix (arXiv 2509.25149).
 
-    ``stochastic_rounding``: gradients are rounded at random, without bias up to six times the scale of their block.
-    ``gradient_scales``, those of such blocks, are rounded to nearest, as in Transformer Engine: where one is rounded
-    down, the largest numbers of its block saturate, and lose 1 % in the mean over all blocks. ``up``: no number
-    saturates and there is no bias, but a larger error.
-    ``hadamard`` transforms every 16 rows of both operands of the weight gradient, so that no token is rounded away by a
-    larger one; their product stays the same. ``square_weights``: blocks of 16x16, so that forward and backward multiply
-    the same numbers; false: 1x16 along the summed axis.
+    The first and the last layer stay in bf16, unless ``keep_bf16`` says otherwise.
     """
 
     name: ClassVar[str] = "nvfp4"
@@ -41,9 +35,24 @@ class NVFP4(LowPrecisionPlugin):
 
     keep_bf16: tuple[str, ...] = ("layers.0.*", "layers.-1.*")
     stochastic_rounding: bool = True
+    """Whether gradients are rounded at random, without bias up to six times the scale of their block."""
     hadamard: bool = True
+    """Whether a Hadamard transform mixes every 16 rows of both operands of the weight gradient.
+
+    No token is then rounded away by a larger one; the product of the operands stays the same.
+    """
     square_weights: bool = True
+    """Whether blocks of weights are 16x16, so that forward and backward multiply the same numbers.
+
+    false: 1x16 along the summed axis.
+    """
     gradient_scales: Literal["nearest", "up"] = "nearest"
+    """Rounding of the scales of blocks of gradients.
+
+    ``nearest``, as in Transformer Engine: where a scale is rounded down, the largest numbers of its block saturate, and
+    lose 1 % in the mean over all blocks. ``up``: no number saturates and there is no bias, but a larger error; only
+    with ``stochastic_rounding``.
+    """
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Also a problem for scales rounded up by Transformer Engine, or of what is rounded to nearest."""

@@ -16,14 +16,17 @@ from moefw.core.site import Site
 class Forced(RouterPlugin):
     """Sends choice k of token t of a micro-batch to expert ``(t*K + k) mod E``: for measuring speed, not for learning.
 
-    Weights are the softmax over the chosen logits, so that gradients flow. ``known_counts``: all ranks have the
-    same number of tokens in training, as under the trainer. Counts are then known beforehand and not exchanged, unless
-    ranks of cp and tp share a micro-batch and cut it where experts have not had equally many turns.
+    Weights are the softmax over the chosen logits, so that gradients flow.
     """
 
     name: ClassVar[str] = "forced"
 
     known_counts: bool = True
+    """Whether all ranks have the same number of tokens in training, as under the trainer.
+
+    Counts are then known beforehand and not exchanged, unless ranks of cp and tp share a micro-batch and cut it where
+    experts have not had equally many turns.
+    """
 
     def offers(self, site: Site) -> moefw.Offers:
         """Partition: a token's experts depend on its position in the micro-batch."""

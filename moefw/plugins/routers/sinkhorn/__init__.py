@@ -19,15 +19,17 @@ class Sinkhorn(RouterPlugin):
 
     Ranks of cp and tp that share a micro-batch gather its logits, and each computes the same plan of all tokens.
     Weights come from the unscaled scores: the sigmoid (top_k 1), or the softmax over all experts at the chosen ones.
-    Sinkhorn balances without an auxiliary loss. ``z_loss`` is the coefficient of a z-loss on the logits.
-    Scaling stops when it has converged, which the host checks once per round, or after ``max_rounds``.
+    Sinkhorn balances without an auxiliary loss.
     """
 
     name: ClassVar[str] = "sinkhorn"
 
     max_rounds: int = field(default=100, validator=ge(1))
+    """Most rounds of scaling. It stops earlier if it has converged, which the host checks once per round."""
     z_loss: float = field(default=0.0, validator=ge(0.0))
+    """Coefficient of a z-loss on the logits (arXiv 2202.08906)."""
     dtype: Literal["fp32", "fp64"] = "fp32"
+    """Dtype of the gating GEMM and of the plan."""
 
     def offers(self, site: Site) -> moefw.Offers:
         """Partition: routing looks at all tokens of a micro-batch together."""

@@ -24,16 +24,7 @@ from moefw.plugins.routers.topk.options import (
 
 @frozen(kw_only=True)
 class TopK(Options, RouterPlugin):
-    """Scores every expert and chooses the K best.
-
-    ``score`` softmax: experts compete by logits and weights are the softmax over the chosen ones; with ``pre_softmax``
-    the softmax is over all experts, before the choice, and not renormalised. ``score`` sigmoid or sqrtsoftplus (the
-    root of softplus): weights are the chosen scores, divided by their sum if ``renormalise`` (the default above top_k
-    1). ``scale`` multiplies the weights. ``bias``: logits have a learned bias. ``groups`` limits a token to the experts
-    of its best groups. ``balance`` lists rules that balance the load of experts, ``capacity`` limits the choices of an
-    expert. ``jitter`` eps multiplies the router's input by random numbers from 1-eps to 1+eps, in training. ``dtype``
-    is the dtype of the gating GEMM and of all scores.
-    """
+    """Scores every expert and chooses the K best."""
 
     name: ClassVar[str] = "topk"
 

@@ -24,22 +24,29 @@ OVER_MODEL: Final = "aux_loss over model"
 
 @frozen(kw_only=True)
 class Balance:
-    """One rule that balances the load of experts. Each kind has its own options.
-
-    ``expert_bias`` {rate}: a bias on the scores that is updated once per step, without gradient (DeepSeek-V3, arXiv
-    2412.19437 section 2.1.2). ``aux_loss`` {coeff, over}: the Switch loss (arXiv 2101.03961) over the tokens of a
-    micro-batch, of each sequence, or against the load of the last whole global batch: one step late on
-    purpose, so that nothing is exchanged in forward and no split of the batch changes it. Over the ``model``, it is
-    that of ``transformers``, over all layers of a micro-batch together: ``coeff`` is ``router_aux_loss_coef``, and
-    equally loaded experts make it top_k, the others 1. ``z_loss`` {coeff} (arXiv 2202.08906). ``quantile`` {ema}: a
-    bias that would have given each expert its fair share, set once per step.
-    """
+    """One rule that balances the load of experts. Each kind has its own options."""
 
     kind: Literal["expert_bias", "aux_loss", "z_loss", "quantile"]
+    """Kind of rule.
+
+    ``expert_bias`` {rate}: a bias on the scores that is updated once per step, without gradient (DeepSeek-V3, arXiv
+    2412.19437 section 2.1.2). ``aux_loss`` {coeff, over}: the Switch loss (arXiv 2101.03961). ``z_loss`` {coeff} (arXiv
+    2202.08906). ``quantile`` {ema}: a bias that would have given each expert its fair share, set once per step.
+    """
     rate: float | None = field(default=None, validator=optional(ge(0.0)))
+    """Change of an expert's bias in a step of ``expert_bias``; null: 0.001."""
     coeff: float | None = field(default=None, validator=optional(ge(0.0)))
+    """Factor of the loss of ``aux_loss`` or ``z_loss``; null: 0.01."""
     over: Literal["micro_batch", "sequence", "global_batch", "model"] | None = None
+    """Tokens of ``aux_loss``: those of a micro-batch or of each sequence; null: ``micro_batch``.
+
+    ``global_batch``: against the load of the last whole global batch, one step late on purpose, so that nothing is
+    exchanged in forward and no split of the batch changes it. ``model``: the loss of ``transformers``, over all layers
+    of a micro-batch together: ``coeff`` is ``router_aux_loss_coef``, and equally loaded experts make it top_k, the
+    others 1.
+    """
     ema: float | None = field(default=None, validator=optional(and_(ge(0.0), lt(1.0))))
+    """Share of its earlier bias that ``quantile`` keeps in a step; null: 0.9."""
 
     def option(self, name: str) -> Any:
         """Option of this rule's kind: as set, else its default."""
@@ -56,31 +63,35 @@ class Balance:
 
 @frozen(kw_only=True)
 class Groups:
-    """Experts in ``count`` equal groups, of which a token uses the ``keep`` best (DeepSeek-V3 section 2.1.2).
-
-    A group is scored by the sum of its ``best`` best experts; null: top_k / keep.
-    """
+    """Experts in ``count`` equal groups, of which a token uses the ``keep`` best (DeepSeek-V3 section 2.1.2)."""
 
     count: int = field(validator=ge(1))
+    """Number of groups; it divides ``model.num_experts``."""
     keep: int = field(validator=ge(1))
+    """Number of groups that a token uses."""
     best: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of a group's best experts, the sum of which scores the group; null: top_k / keep."""
 
 
 @frozen(kw_only=True)
 class Capacity:
     """The most choices that an expert takes: ``ceil(T * K / E * factor)`` of T tokens, those of ``over``.
 
-    ``drop`` probs keeps those with the largest weights, position those of the first tokens. The others are dropped; the
-    remaining weights do not change. ``pad``: every expert gets exactly this number of rows from each rank. ``over``: a
-    rank's tokens of a micro-batch, or those of the whole micro-batch, which ranks of cp and tp share (full-sequence
-    dropping, arXiv 2504.14960): then no split of it changes what is dropped. Evaluation and generation drop nothing
-    (DeepSeek-V2, arXiv 2405.04434 section 2.1.4).
+    The others are dropped; the remaining weights do not change. Evaluation and generation drop nothing (DeepSeek-V2,
+    arXiv 2405.04434 section 2.1.4).
     """
 
     factor: float = field(validator=gt(0.0))
+    """Capacity of an expert, as a multiple of its fair share of the choices."""
     drop: Literal["probs", "position"] = "probs"
+    """Choices that are kept: ``probs``, those with the largest weights, or ``position``, those of the first tokens."""
     pad: bool = False
+    """Whether every expert gets exactly this number of rows from each rank. Not with ``over: micro_batch``."""
     over: Literal["rank", "micro_batch"] = "rank"
+    """Tokens T: a rank's of a micro-batch, or those of the whole micro-batch, which ranks of cp and tp share.
+
+    The latter is full-sequence dropping (arXiv 2504.14960): no split of the micro-batch changes what is dropped.
+    """
 
 
 @frozen(kw_only=True)
@@ -88,15 +99,28 @@ class Options:
     """The options that the router and its memory depend on: see :class:`moefw.plugins.routers.topk.TopK`."""
 
     score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """Score of an expert. ``softmax``: experts compete by logits, and weights are the softmax over the chosen ones.
+
+    ``sigmoid`` or ``sqrtsoftplus`` (the root of softplus): weights are the chosen scores.
+    """
     pre_softmax: bool | None = None
+    """Whether ``score: softmax`` is over all experts, before the choice, and not renormalised; null: false."""
     renormalise: bool | None = None
+    """Whether chosen scores other than softmax are divided by their sum; null: if top_k is above 1."""
     scale: float = field(default=1.0, validator=gt(0.0))
+    """Factor of the weights."""
     bias: bool = False
+    """Whether logits have a learned bias."""
     groups: Groups | None = None
+    """Groups of experts, to the best of which a token is limited; null: all experts are one."""
     balance: tuple[Balance, ...] = ()
+    """Rules that balance the load of experts."""
     capacity: Capacity | None = None
+    """Limit of an expert's choices; null: it takes all."""
     jitter: float = field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
+    """Half-width eps of the random numbers, from 1-eps to 1+eps, by which training multiplies the router's input."""
     dtype: Literal["fp32", "fp64"] = "fp32"
+    """Dtype of the gating GEMM and of all scores."""
 
     def renormalised(self, top_k: int) -> bool:
         """Whether chosen scores other than softmax are divided by their sum."""

@@ -19,7 +19,9 @@ class Sample(moefw.AttentionPlugin):
     name: ClassVar[str] = "sample"
 
     num_heads: int = field(default=4, validator=ge(1))
+    """Number of heads of queries; tp divides it."""
     head_dim: int = field(default=32, validator=ge(2))
+    """Number of values of a head; even, as RoPE turns pairs."""
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
         """The scores may be kept, moved off the device or recomputed. Products go through ``moefw.linear``."""

@@ -18,6 +18,7 @@ class Sample(moefw.LayoutPlugin):
     name: ClassVar[str] = "sample"
 
     ep: int = field(default=1, validator=ge(1))
+    """Number of neighbouring ranks that split the experts; it divides the world."""
 
     def plan(self, world: int | None) -> moefw.MeshPlan:
         """Meshes of ``world`` ranks; None: of the smallest world that fits, ``ep`` ranks.

@@ -14,14 +14,12 @@ moefw_api = ">=2,<3"
 
 @frozen
 class Sample(moefw.RouterPlugin):
-    """Sends each token to the K experts with the largest softmax scores, which are their weights.
-
-    ``temperature`` divides the scores' logits: the higher, the more even.
-    """
+    """Sends each token to the K experts with the largest softmax scores, which are their weights."""
 
     name: ClassVar[str] = "sample"
 
     temperature: float = field(default=1.0, validator=gt(0.0))
+    """Divisor of the logits of the scores: the higher, the more even."""
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
         """Each token is routed independently."""

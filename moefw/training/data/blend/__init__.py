@@ -18,7 +18,7 @@ from moefw.training.data.options import Tokenized
 
 @frozen(kw_only=True)
 class Blend(DataSourcePlugin):
-    """Sequences of several sources, each by its ``weight``: ``parts: [{use: text, path: a, weight: 0.7}, ...]``.
+    """Sequences of several sources, each by its ``weight``.
 
     Of n sequences of a run, each part has its share to within a few sequences, at every n, and exactly where the
     weights come out even. A part is read in its own order, epoch after epoch. All parts have one tokenizer.
@@ -27,6 +27,7 @@ class Blend(DataSourcePlugin):
     name: ClassVar[str] = "blend"
 
     parts: tuple[Choice, ...] = chosen("moefw_data_sources")
+    """Sources, each with its ``weight``: ``[{use: text, path: a, weight: 0.7}, ...]``; none is a blend."""
 
     @property
     def sources(self) -> Sequence[Any]:

@@ -18,18 +18,19 @@ from moefw.training.data.options import NUM_BYTES, absolute, token_ids
 
 @frozen(kw_only=True)
 class Megatron(DataSourcePlugin):
-    """The documents of an indexed dataset of Megatron-LM, already token ids.
-
-    ``path`` is what the two files share, with or without ``.bin`` or ``.idx``. ``tokenizer`` is the ``tokenizer.json``
-    that made the ids, or ``bytes``. ``heldout`` is the share of tokens, at the end, that training never sees, at most
-    16,777,216. It begins with a document, unless that would leave less than half of it.
-    """
+    """The documents of an indexed dataset of Megatron-LM, already token ids."""
 
     name: ClassVar[str] = "megatron"
 
     path: str = field(validator=min_len(1))
+    """Path that the two files share, with or without ``.bin`` or ``.idx``."""
     tokenizer: str = field(validator=min_len(1))
+    """Tokenizer that made the ids: the path of a ``tokenizer.json``, or ``bytes``."""
     heldout: float = field(default=0.01, validator=and_(gt(0.0), lt(1.0)))
+    """Share of tokens, at the end, that training never sees, at most 16,777,216.
+
+    It begins with a document, unless that would leave less than half of it.
+    """
 
     def needs_to_train(self, site: Site) -> Sequence[moefw.Need]:
         """Need of bytes for token ids."""

@@ -18,9 +18,8 @@ from moefw.training.data.rows.options import INSTALL, PACKAGE, Rows
 class JsonLines(Rows):
     """The rows of JSON lines, an object a line; of a folder, those of the files that end in ``.jsonl``.
 
-    ``field`` is the key of the text. Rows without text are skipped: null, white space, a zero byte, half a character.
-    A row is held out by a hash of its text, so equal rows are on one side. ``tokenizer`` and ``heldout`` are those of
-    ``text``.
+    Rows without text are skipped: null, white space, a zero byte, half a character. A row is held out by a hash of its
+    text, so equal rows are on one side.
     """
 
     name: ClassVar[str] = "jsonl"
@@ -37,8 +36,8 @@ class JsonLines(Rows):
 class Parquet(Rows):
     """The rows of Parquet files; of a folder, those of the files that end in ``.parquet``.
 
-    ``field`` is the column of the text, of strings. Rows without text are skipped, as those of ``jsonl``. A row is held
-    out by a hash of its text. ``tokenizer`` and ``heldout`` are those of ``text``.
+    The column of the text holds strings. Rows without text are skipped, as those of ``jsonl``. A row is held out by a
+    hash of its text.
     """
 
     name: ClassVar[str] = "parquet"

@@ -16,12 +16,14 @@ INSTALL = "Install it with: pip install 'moefw[parquet]', or convert the files t
 
 @frozen(kw_only=True)
 class Rows(Tokenized):
-    """Documents in rows: see :class:`JsonLines`."""
+    """Documents in rows. One is held out by a hash of its text, so equal rows are on one side."""
 
     ending: ClassVar[str]
 
     path: str = attrs.field(validator=min_len(1))
+    """File or folder; of a folder, the files with the ending of the source are read."""
     field: str = attrs.field(default="text", validator=min_len(1))
+    """Key or column of the text."""
 
     def anchored(self) -> Any:
         """Same rows and tokenizer, with absolute paths."""
