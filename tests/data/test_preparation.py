@@ -116,7 +116,7 @@ corpus, cache, meeting = map(Path, sys.argv[1:])
 build = source._fill
 def meet_then_fill(folder, *args):
     build(folder, *args)
-    (meeting / folder.name).touch()
+    (meeting / folder.parent.name).touch()  # the hidden folder of this process
     end = time.monotonic() + 30
     while len(list(meeting.iterdir())) < 2:
         assert time.monotonic() < end

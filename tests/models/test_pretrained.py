@@ -381,7 +381,7 @@ def test_a_pipe_beside_the_weights_is_refused(name: str, tmp_path: Path) -> None
     folder = tmp_path / "in"
     model_of("qwen3_moe").save_pretrained(folder)
     pipe(name)(folder)
-    with pytest.raises(MoefwError, match=rf"in/{name} cannot be read: It is no regular file\."):
+    with pytest.raises(MoefwError, match=rf"(?i)in/{name} .*: it is no regular file\."):
         import_folder(folder, tmp_path / "run")
     assert [*tmp_path.iterdir()] == [folder]
 

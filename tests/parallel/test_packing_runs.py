@@ -126,7 +126,7 @@ def test_recipes_quantize_packs_of_any_length(pool: RankPool, recipe: str) -> No
 
 def shapes(spec: dict[str, Any]) -> list[list[tuple[int, int | None]]]:
     """Return tokens and ranks of this rank's packs."""
-    assembly = resolved(json.dumps(spec), world=4)
+    assembly = resolved(json.dumps(spec), world=4, for_run=False)
     read = read_packs(assembly, open_layout(assembly, "cpu"))
 
     def of(batch: Batch) -> tuple[int, int | None]:

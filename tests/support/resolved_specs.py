@@ -24,7 +24,12 @@ DEFAULTS = defaults()
 
 
 def resolved(
-    text: str = "{}", *, registry: Registry = REGISTRY, world: int | None = None, machine: Any = None
+    text: str = "{}",
+    *,
+    registry: Registry = REGISTRY,
+    world: int | None = None,
+    machine: Any = None,
+    for_run: bool = True,
 ) -> Assembly:
     """Return the assembly of a spec that is given as text."""
     marks, problems = Marks("spec.yaml"), list[Problem]()
@@ -38,7 +43,7 @@ def resolved(
         registry=registry,
         world=world,
         machine=machine,
-        for_run=True,
+        for_run=for_run,
     )
 
 

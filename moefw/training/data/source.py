@@ -161,9 +161,8 @@ def tokenizer_beside(path: Path) -> bytes | None:
     try:
         content = read_json(path)
         EncodingProcess(content).close()
-    except (OSError, ValueError, EncodingError) as error:
-        strerror = error.strerror if isinstance(error, OSError) else None
-        reason = strerror.lower() if strerror else str(error)
+    except (OSError, EncodingError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
         fix = "Download it again, or take it out of the folder."
         raise DataError(f"{path} is not a tokenizer.json: {reason}.", fix) from error
     return content

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefw.core.errors import DataError
+from moefw.system.untrusted_files import read_regular
 from moefw.training.data.encoding import EncodingProcess
 
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
@@ -157,21 +157,11 @@ def read_tokenizer(name: str) -> bytes | None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(f"data.tokenizer: {name!r} cannot be read: {reason}.", _FIX) from error
-    except ValueError as error:
-        raise not_a_tokenizer(name, str(error)) from error
 
 
 def read_json(path: Path) -> bytes:
-    """Content of a file that may be a ``tokenizer.json``.
-
-    Raises ValueError if it is no regular file or too large, and OSError if it cannot be read.
-    """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        raise ValueError("it is no regular file")
-    if status.st_size > MAX_BYTES:
-        raise ValueError(f"it has {status.st_size:,} bytes, and no vocabulary needs more than {MAX_BYTES:,}")
-    return path.read_bytes()
+    """Content of what may be a ``tokenizer.json``. Raises OSError, also if it is too large or no regular file."""
+    return read_regular(path, max_bytes=MAX_BYTES)
 
 
 def load_tokenizer(name: str, content: bytes | None, process: EncodingProcess | None = None) -> TextTokenizer:
