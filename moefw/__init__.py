@@ -66,83 +66,37 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    **dict.fromkeys(("from_pretrained", "save_pretrained"), "compose.pretrained"),
-    **dict.fromkeys(("BuildContext", "ModelContext"), "core.context"),
-    **dict.fromkeys(
-        (
-            "Attention",
-            "CachedAttention",
-            "ContextAttention",
-            "Dispatcher",
-            "ExpertGemm",
-            "Layout",
-            "LayoutPlan",
-            "MemoryPolicy",
-            "Meter",
-            "Precision",
-            "Router",
-            "Stateful",
-        ),
-        "core.contracts",
-    ),
-    **dict.fromkeys(("DataSource", "TokenStream"), "core.data"),
-    **dict.fromkeys(
-        (
-            "CheckpointError",
-            "ContractError",
-            "DamagedDataError",
-            "DataError",
-            "MoefwError",
-            "PlanError",
-            "PluginError",
-            "Problem",
-            "RunError",
-            "SpecError",
-        ),
-        "core.errors",
-    ),
-    **dict.fromkeys(("ANY", "Need", "Offers", "need", "offers"), "core.facts"),
-    **dict.fromkeys(("API_VERSION", "Assembly", "hookimpl"), "core.hooks"),
-    **dict.fromkeys(
-        (
-            "AttentionPlugin",
-            "ContextParallelPlugin",
-            "DataSourcePlugin",
-            "DispatcherPlugin",
-            "GemmPlugin",
-            "LayoutPlugin",
-            "MemoryPlugin",
-            "ModelPlugin",
-            "OptimizerMemoryPlugin",
-            "OptimizerPlugin",
-            "PipelinePlugin",
-            "Plugin",
-            "PrecisionPlugin",
-            "RouterPlugin",
-            "SchedulePlugin",
-        ),
-        "core.plugin",
-    ),
-    **dict.fromkeys(("Action", "Canonical", "SavedOperand", "Shard", "Stage", "State"), "core.records"),
-    **dict.fromkeys(("Activation", "Dims", "Machine", "Site"), "core.site"),
-    **dict.fromkeys(
-        ("Batch", "DispatchHandle", "DispatchPlan", "ExpertBatch", "LayerStats", "Pending", "Routing"), "core.stages"
-    ),
-    **dict.fromkeys(("SharedInput", "linear"), "runtime.compute.product"),
-    **dict.fromkeys(("MoELayer",), "runtime.layer"),
-    **dict.fromkeys(("in_host_memory",), "runtime.memory.host"),
-    **dict.fromkeys(("OptimizerPolicy", "OptimizerStates", "StatePart"), "runtime.optimizer_states"),
-    **dict.fromkeys(("Mesh", "MeshPlan"), "runtime.parallel.meshes"),
-}
-"""The module of each public name, imported at its first use: so ``import moefw`` takes no time and no torch."""
+_MODULES = (
+    "core.errors",
+    "core.facts",
+    "core.hooks",
+    "core.site",
+    "core.records",
+    "core.data",
+    "core.plugin",
+    "core.contracts",
+    "runtime.parallel.meshes",
+    # What follows imports torch.
+    "core.context",
+    "core.stages",
+    "runtime.memory.host",
+    "runtime.compute.product",
+    "runtime.layer",
+    "runtime.optimizer_states",
+    "compose.pretrained",
+)
+"""The modules of the public names. They are imported at first use: ``import moefw`` takes no time and no torch."""
 
 
 def __getattr__(name: str) -> Any:
-    """Public name, imported at first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'moefw' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"moefw.{_HOMES[name]}"), name)
+    """Public name, from the first module that has it."""
+    if name in __all__:
+        for module in _MODULES:
+            home = importlib.import_module(f"moefw.{module}")
+            if hasattr(home, name):
+                globals()[name] = value = getattr(home, name)  # found without this function from now on
+                return value
+    raise AttributeError(f"module 'moefw' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
