@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     )
     from moefw.core.records import Action, Canonical, SavedOperand, Shard, Stage, State
     from moefw.core.site import Activation, Dims, Machine, Site
-    from moefw.core.stages import Batch, DispatchHandle, DispatchPlan, ExpertBatch, LayerStats, Pending, Routing
+    from moefw.core.stages import Batch, ExpertBatch, LayerStats, Pending, Routing
+    from moefw.runtime.accounting import in_host_memory
     from moefw.runtime.compute.product import SharedInput, linear
     from moefw.runtime.layer import MoELayer
-    from moefw.runtime.memory.host import in_host_memory
     from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart
     from moefw.runtime.parallel.meshes import Mesh, MeshPlan
 
@@ -79,7 +79,7 @@ _MODULES = (
     # What follows imports torch.
     "core.context",
     "core.stages",
-    "runtime.memory.host",
+    "runtime.accounting",
     "runtime.compute.product",
     "runtime.layer",
     "runtime.optimizer_states",
@@ -125,8 +125,6 @@ __all__ = [
     "DataSource",
     "DataSourcePlugin",
     "Dims",
-    "DispatchHandle",
-    "DispatchPlan",
     "Dispatcher",
     "DispatcherPlugin",
     "ExpertBatch",

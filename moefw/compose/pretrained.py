@@ -31,9 +31,8 @@ from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Description, Written, lay_out
 from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.runtime.finite import all_finite
-from moefw.runtime.naming import by_parameter, expert_parameters, joined, state_tensors
-from moefw.runtime.parallel.gradients import STAGE, copied_over, split_axis
-from moefw.runtime.parallel.local_shards import whole
+from moefw.runtime.naming import state_tensors
+from moefw.runtime.parallel.holders import holdings, writes_state
 from moefw.system.folders import new_folder
 
 
@@ -183,17 +182,7 @@ def _owned(model: Pretrained) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that this rank writes, whole: the first of the ranks that hold copies. Collective."""
     layout = model.layout
     module = model.module
-    experts = expert_parameters(module)
-    for parameter, pieces in by_parameter(module):
-        if pieces[0].holders and layout.index("pp") != pieces[0].holders[0]:
-            continue
-        values = whole(parameter.detach())
-        axes = copied_over("experts" if parameter in experts else "dense", split_axis(pieces))
-        for piece in pieces:
-            tensor = piece.of(values)
-            if piece.shard is not None:
-                tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
-            if layout.index(*axes) == 0 and (piece.shard is None or piece.shard.index == 0):
-                yield piece.name, tensor
-    if layout.index(*STAGE) == 0:
+    for holding in holdings(module):
+        yield from holding.written(holding.parameter.detach(), layout)
+    if writes_state("dense", layout):
         yield from ((name, state) for name, state in state_tensors(module).items() if name in model.source.origins)

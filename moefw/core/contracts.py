@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from moefw.core.errors import PlanError
 from moefw.core.records import Canonical, Pass, Role, RowGroups, SavedOperand, Side, State
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from moefw.core.stages import Batch, DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+    from moefw.core.stages import Batch, ExpertBatch, Pending, Routing
 
 
 class Stateful:
@@ -68,8 +68,15 @@ class Meter(Stateful, ABC):
         """Advance the state once per step."""
 
 
-class Dispatcher(ABC):
+PlanT = TypeVar("PlanT")
+HandleT = TypeVar("HandleT")
+
+
+class Dispatcher(ABC, Generic[PlanT, HandleT]):
     """Moves rows to the ranks of their experts and back. Keeps no state between calls.
+
+    ``PlanT``: the dispatcher's own type of plan, the metadata of a movement. ``HandleT``: its record of a dispatch, for
+    combine and redispatch; often it is the plan. Nobody else looks into them.
 
     Each movement is two autograd nodes, start and finish. The backward of finish starts the dual movement, and the
     backward of start waits for it. Work placed between the two overlaps with the movement in forward and backward.
@@ -79,48 +86,44 @@ class Dispatcher(ABC):
     """Width, in bf16 columns, of rows that carry random keys bit for bit. A multiple of 4."""
 
     @abstractmethod
-    def plan(
-        self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
-    ) -> DispatchPlan:
+    def plan(self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False) -> PlanT:
         """Metadata of a movement.
 
         With ``counts[rank][expert]``, no counts are exchanged. With ``dropless``, no row budget applies.
         """
 
     @abstractmethod
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: PlanT) -> Pending[Any]:
         """Start sending each token to the ranks of its experts."""
 
     @abstractmethod
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
+    def finish_dispatch(self, pending: Pending[Any]) -> tuple[ExpertBatch, HandleT]:
         """Wait, and return this rank's rows grouped by expert, and the handle for combine and redispatch."""
 
     @abstractmethod
-    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: HandleT) -> Pending[Any]:
         """Start sending rows back to the ranks of their tokens."""
 
     @abstractmethod
-    def finish_combine(self, pending: Pending) -> Tensor:
+    def finish_combine(self, pending: Pending[Any]) -> Tensor:
         """Wait, and return ``out_TD``: the unweighted sum of each token's rows, zero for a token without rows."""
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: HandleT) -> Pending[Any]:
         """Start repeating the dispatch of ``handle`` with other values, to the same places, without metadata.
 
-        The plan says all that a dispatch needs. Override this if the handle knows more, as that of a library does.
+        Override this if the handle is not the plan.
         """
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
+        return self.start_dispatch(x_TD, weights_TK, cast("PlanT", handle))
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> tuple[ExpertBatch, DispatchHandle]:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: PlanT) -> tuple[ExpertBatch, HandleT]:
         """Start and finish a dispatch."""
         return self.finish_dispatch(self.start_dispatch(x_TD, weights_TK, plan))
 
-    def redispatch(
-        self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle
-    ) -> tuple[ExpertBatch, DispatchHandle]:
+    def redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: HandleT) -> tuple[ExpertBatch, HandleT]:
         """Start and finish a repeated dispatch."""
         return self.finish_dispatch(self.start_redispatch(x_TD, weights_TK, handle))
 
-    def combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Tensor:
+    def combine(self, rows_RD: Tensor, handle: HandleT) -> Tensor:
         """Start and finish a combine."""
         return self.finish_combine(self.start_combine(rows_RD, handle))
 
@@ -327,7 +330,8 @@ class Precision(ABC):
 class MemoryPolicy(ABC):
     """Treats the tensors that regions save for backward.
 
-    Saved-tensor hooks do not stack: a policy's hooks must call :func:`moefw.runtime.memory.dropped.stand_in` first.
+    Saved-tensor hooks do not stack: a policy's hooks must call :func:`moefw.runtime.memory.dropped.stand_in` first. A
+    policy that runs a region again enters the context of the first run (:mod:`moefw.runtime.forward_context`).
     """
 
     drops_outputs: ClassVar[bool] = False

@@ -101,7 +101,7 @@ class DispatcherPlugin(Plugin):
 
     hook: ClassVar[str] = "moefw_dispatchers"
 
-    def build(self, context: BuildContext) -> Dispatcher:
+    def build(self, context: BuildContext) -> Dispatcher[Any, Any]:
         """Dispatcher that all equal layers of this process share."""
         raise NotImplementedError
 

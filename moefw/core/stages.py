@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar, cast, dataclass_transform
+from typing import Any, Generic, Protocol, Self, TypeVar, cast, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -165,13 +165,6 @@ class Routing:
     """Number of choices that are not -1, if the host knows it: a rank that is alone need not read it then."""
 
 
-@stage
-class DispatchPlan:
-    """The metadata of a movement; only the dispatcher that made it reads ``detail``."""
-
-    detail: Any
-
-
 class Grouping(Protocol):
     """Grouping of rows by expert: see :class:`ExpertBatch`."""
 
@@ -217,24 +210,20 @@ class ExpertBatch:
         )
 
 
-@stage
-class DispatchHandle:
-    """Record of a dispatch, for combine and redispatch. Only the dispatcher that made it reads ``detail``."""
-
-    plan: DispatchPlan
-    detail: Any = None
+DetailT = TypeVar("DetailT")
 
 
 @stage
-class Pending:
-    """A movement in flight, to be finished once. ``buffers`` are valid then; ``flight`` and ``detail`` are its maker's.
+class Pending(Generic[DetailT]):
+    """A movement in flight, to be finished once. ``buffers`` are valid then; ``flight`` is the movement's own.
 
-    A tensor with a gradient is in ``buffers``, or in ``detail`` if it is a tuple: a scheduler cuts the graph there.
+    ``detail`` is what the dispatcher that started it needs to finish it. A tensor with a gradient is in ``buffers``, or
+    in ``detail`` if it is a tuple: a scheduler cuts the graph there.
     """
 
     buffers: tuple[Tensor, ...]
+    detail: DetailT
     flight: Any = None
-    detail: Any = None
 
 
 @stage

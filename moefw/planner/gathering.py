@@ -7,8 +7,7 @@ gathered ahead, and the input of a reduction stays until the next reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence, Set
 from typing import Any, Literal, TypeVar, final
 
 import torch
@@ -20,9 +19,9 @@ from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side
 from moefw.planner.operations import Operations
 from moefw.recording.recorder import GATHERED, GRADIENTS, PARAMETERS, Recorder
-from moefw.runtime.compute.once_a_step import done_for_step, made_for_step
+from moefw.runtime.accounting import done_for_step, made_for_step
 from moefw.runtime.compute.primary_weights import GatheredWeight
-from moefw.runtime.compute.weights import shared_by_micro_batches
+from moefw.runtime.compute.weights import StepWeights
 from moefw.runtime.memory.dropped import in_backward
 from moefw.runtime.parallel.local_shards import even_dim
 
@@ -36,8 +35,10 @@ class Gathering:
     ``shards``: the shape of this rank's shard of each parameter. ``operations`` is told FSDP's collectives and copies.
     ``reduced``: when gradients are reduced: after the backward of their unit in each micro-batch (``micro_batch``), in
     the last one of a step (``step``), or after the last pass of a pipeline (``pipeline``). Until then parameters have
-    gradients in fp32.
+    gradients in fp32. ``step``: the weights that micro-batches share, once the step has begun.
     """
+
+    step: StepWeights
 
     def __init__(self, layout: Layout, recorder: Recorder, operations: Operations, reduced: Reduced) -> None:
         self.layout = layout
@@ -47,13 +48,6 @@ class Gathering:
         self.units: list[Unit] = []
         self.root_unit: Unit | None = None
         self.shards: dict[nn.Parameter, tuple[int, ...]] = {}
-        self._adding_up = ExitStack()
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Enter the block in which parameters may be gathered."""
-        with self._adding_up:
-            yield
 
     def add_up(self, gathered: nn.Parameter, stored: nn.Parameter) -> None:
         """Let micro-batches add up the gradients of a gathered parameter, if that is not reduced after each."""
@@ -61,7 +55,7 @@ class Gathering:
             gathered.grad_dtype = torch.float32
             gathered.grad = stored.grad
             stored.grad = None
-            self._adding_up.enter_context(shared_by_micro_batches((), gathered={gathered: gathered}))
+            self.step.add_up(gathered, gathered)
 
     def give_gradients(self) -> None:
         """Give all parameters the gradients of earlier micro-batches."""

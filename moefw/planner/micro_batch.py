@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -123,8 +123,9 @@ class MicroBatch:
         """Enter the block in which micro-batches share the operands of weights that are not gathered."""
         gathered = {parameter for unit in self.units for parameter in unit.parameters}
         not_gathered = [parameter for parameter in self.model.parameters() if parameter not in gathered]
-        adding_up = nullcontext() if self.sharding is None else self.sharding.open()
-        with shared_by_micro_batches(not_gathered), adding_up:
+        with shared_by_micro_batches(not_gathered) as step:
+            if self.sharding is not None:
+                self.sharding.step = step  # units add their parameters when they are first gathered
             yield
 
     def operands(self) -> int:

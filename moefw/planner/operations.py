@@ -24,8 +24,8 @@ from moefw.recording.patches import Mode, holds_dtensor
 from moefw.recording.places import Place
 from moefw.recording.recorder import WEIGHTS, Recorder
 from moefw.recording.tensors import tensors_in
-from moefw.runtime.compute.once_a_step import is_done_for_step
-from moefw.runtime.parallel.gradients import STAGE
+from moefw.runtime.accounting import account
+from moefw.runtime.parallel.holders import STAGE
 from moefw.runtime.parallel.meshes import COPIES
 
 aten = torch.ops.aten
@@ -113,7 +113,7 @@ class Operations(Mode):
     def _done_here(self) -> _Done:
         """Record of the running place and phase."""
         places = self.recorder.places
-        if is_done_for_step():
+        if account().done_for_step:
             phase = "once"
         elif places.runs_again:
             phase = "recompute"

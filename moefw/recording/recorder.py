@@ -23,8 +23,7 @@ from moefw.recording.collectives import WAIT
 from moefw.recording.patches import Mode, holds_dtensor, resizes_told
 from moefw.recording.places import Place, Places
 from moefw.recording.tensors import tensors_in
-from moefw.runtime.compute.once_a_step import is_made_for_step
-from moefw.runtime.memory.host import is_host_memory
+from moefw.runtime.accounting import account
 
 FOREVER: Final = 1 << 62
 GATHERED: Final = "gathered"
@@ -151,7 +150,7 @@ class Recorder(Mode):
     def _note_result(self, tensor: Tensor, func: Any, arguments: Any) -> None:
         """Begin the lives of a result's storages that are not known, and note new sizes of those that are."""
         storages = _storages(tensor)
-        if is_host_memory() and not storages <= self._off_device:
+        if account().in_host_memory and not storages <= self._off_device:
             new_storages = storages - self._off_device
             self._off_device |= new_storages
             self.off_device[self.places.here] += sum(storage.nbytes() for storage in new_storages)
@@ -198,7 +197,7 @@ class Recorder(Mode):
             made_in=self.places.here,
             tensor=name,
             of_weights=of_weights,
-            kind=OPERANDS if is_made_for_step() else None,
+            kind=OPERANDS if account().made_for_step else None,
         )
         self.lives.append(life)
         weakref.finalize(storage, self._end, life).atexit = False

@@ -17,9 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from moefw.core.contracts import Dispatcher
-from moefw.core.stages import Batch, DispatchHandle, ExpertBatch, LayerStats, Pending, Routing, stage
+from moefw.core.stages import Batch, ExpertBatch, LayerStats, Pending, Routing, stage
 from moefw.runtime.compute.row_keys import with_keys
-from moefw.runtime.memory.static_rows import StaticRows, computing_on
+from moefw.runtime.forward_context import forward_with
+from moefw.runtime.memory.static_rows import StaticRows
 from moefw.runtime.phases import Phase
 
 
@@ -27,7 +28,7 @@ from moefw.runtime.phases import Phase
 class Sent:
     """The dispatch in flight."""
 
-    pending: Pending
+    pending: Pending[Any]
     x_TD: Tensor
     routing: Routing
     batch: Batch
@@ -39,7 +40,7 @@ class Received:
     """The rows of this rank's experts, and the output of the shared expert."""
 
     rows: ExpertBatch
-    handle: DispatchHandle
+    handle: Any
     shared_TD: Tensor | None
     routing: Routing
     dropless: bool
@@ -50,7 +51,7 @@ class Received:
 class Returning:
     """The combine in flight."""
 
-    pending: Pending
+    pending: Pending[Any]
     shared_TD: Tensor | None
     stats: LayerStats
     beside: Any = None
@@ -71,7 +72,7 @@ class MoELayer(nn.Module):
         *,
         number: int,
         router: nn.Module,
-        dispatcher: Dispatcher,
+        dispatcher: Dispatcher[Any, Any],
         experts: nn.Module,
         shared_expert: nn.Module | None = None,
         first_expert: int | None = None,
@@ -150,7 +151,7 @@ class MoELayer(nn.Module):
         stats_of_rows: Mapping[str, Tensor] = rows.stats
         if self.budgeted and not received.dropless:
             static_rows = StaticRows(rows)
-            with computing_on(static_rows):
+            with forward_with(static_rows=static_rows):
                 rows_RD = self._experts(rows)
             stats_of_rows = static_rows.stats  # with what memory policies have reported
         else:
@@ -168,12 +169,10 @@ class MoELayer(nn.Module):
         out_TD = self.dispatcher.finish_combine(returning.pending)
         return out_TD if returning.shared_TD is None else out_TD + returning.shared_TD
 
-    def _finish_dispatch(
-        self, pending: Pending, x_TD: Tensor, weights_TK: Tensor
-    ) -> tuple[ExpertBatch, DispatchHandle]:
+    def _finish_dispatch(self, pending: Pending[Any], x_TD: Tensor, weights_TK: Tensor) -> tuple[ExpertBatch, Any]:
         """Finish a dispatch. A policy keeps the tokens and weights, from which it dispatches again."""
         return self.dispatcher.finish_dispatch(pending)
 
-    def _dispatch_again(self, handle: DispatchHandle, x_TD: Tensor, weights_TK: Tensor) -> ExpertBatch:
+    def _dispatch_again(self, handle: Any, x_TD: Tensor, weights_TK: Tensor) -> ExpertBatch:
         batch, _ = self.dispatcher.redispatch(x_TD, weights_TK, handle)
         return batch

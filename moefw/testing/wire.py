@@ -39,7 +39,9 @@ def dispatch_assembly(
     return LayerCase(tokens=(1,) * (ep * etp), num_experts=num_experts, top_k=top_k, dim=dim, parts=parts).assemble()
 
 
-def open_dispatcher(assembly: Assembly, group: ProcessGroup, *, ranks_per_node: int, shared: Shared) -> Dispatcher:
+def open_dispatcher(
+    assembly: Assembly, group: ProcessGroup, *, ranks_per_node: int, shared: Shared
+) -> Dispatcher[Any, Any]:
     """Dispatcher of an assembly over ``group``, its whole world, with ``ranks_per_node`` ranks per node."""
     number = next(iter(assembly.layers))
     layout = OneGroup(assembly, group, ranks_per_node)
@@ -75,7 +77,7 @@ class OneGroup(Layout):
 
 
 def count_bytes(
-    dispatcher: Dispatcher,
+    dispatcher: Dispatcher[Any, Any],
     group: ProcessGroup,
     x_TD: Tensor,
     weights_TK: Tensor,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,10 +11,7 @@ from torch import nn
 from moefw.core.contracts import Layout, Meter
 from moefw.core.records import Side
 from moefw.runtime.naming import by_side
-from moefw.runtime.parallel.gradients import STAGE
-
-HOLDERS: Final[Mapping[Side, tuple[str, ...]]] = {"dense": STAGE, "experts": ("edp", "etp")}
-"""The axes of all ranks that hold a GEMM: copies or parts of its weights, with different tokens."""
+from moefw.runtime.parallel.holders import STATE_HOLDERS
 
 
 class Meters:
@@ -39,7 +35,7 @@ class Meters:
             if not meters:
                 continue
             flat = torch.cat([meter.largest.flatten() for meter in meters])
-            group = self.layout.group(*HOLDERS[side])
+            group = self.layout.group(*STATE_HOLDERS[side])
             if group is not None:
                 dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
             pieces = flat.split([meter.largest.numel() for meter in meters])

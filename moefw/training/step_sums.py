@@ -16,7 +16,8 @@ from moefw.core.contracts import Layout
 from moefw.core.stages import LayerStats, Output
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.memory.static_rows import UNSAVED
-from moefw.runtime.parallel.gradients import STAGE, all_reduce_flat
+from moefw.runtime.parallel.gradients import all_reduce_flat
+from moefw.runtime.parallel.holders import STAGE
 from moefw.runtime.pipeline.stage import Passed
 from moefw_kernels.devices import HostCopy
 

@@ -15,7 +15,8 @@ from memory_cases import num_taken
 from moefw.core.stages import ExpertBatch
 from moefw.plugins.memory.paged_stash.policy import StashPolicy
 from moefw.plugins.memory.paged_stash.stash import CudaOrder, PlainOrder, Stash
-from moefw.runtime.memory.static_rows import UNSAVED, StaticRows, computing_on
+from moefw.runtime.forward_context import forward_with
+from moefw.runtime.memory.static_rows import UNSAVED, StaticRows
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites.watch import same_bits
 
@@ -38,7 +39,7 @@ def call(
     x = torch.randn(num_rows, 8, requires_grad=True) if x is None else x
     ends_e = torch.tensor([1, num_valid], dtype=torch.int32)
     rows = StaticRows(ExpertBatch(rows_RD=x, row_weights_R=x[:, 0], counts_e=ends_e, offsets_e=ends_e))
-    with computing_on(rows):
+    with forward_with(static_rows=rows):
         out = region(x)
     return out, rows.stats[UNSAVED]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from memory_cases import PRECISIONS, Allocations, assert_same, model_case, offlo
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.errors import ContractError, PlanError
 from moefw.plugins.memory.recompute.policy import RecomputePolicy
+from moefw.runtime.compute.casts import BF16Recipe
+from moefw.runtime.compute.product import linear
+from moefw.runtime.compute.wgrads import Wgrads
+from moefw.runtime.forward_context import forward_with
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory import dropped
 from moefw.testing.layer_case import DISPATCHERS
@@ -273,3 +278,22 @@ def test_a_policy_that_cannot_repeat_a_movement_says_so() -> None:
 
     with pytest.raises(PlanError, match="'dispatch' is a movement of rows, which Other cannot treat"):
         Other().wrap_movement("dispatch", print, print)
+
+
+def test_a_region_runs_again_in_the_context_of_its_first_run_whichever_thread_runs_backward() -> None:
+    """A GPU's backward has threads of its own, in which no context variable is set."""
+    weight = nn.Parameter(torch.randn(8, 4))
+    x = torch.randn(3, 4, requires_grad=True)
+    recipe = BF16Recipe()
+    left = Wgrads()
+    region = under_the_policy(lambda tokens: linear(tokens, weight, recipe).square())
+    with forward_with(wgrads=left):
+        out = region(x).sum()
+    backward = Thread(target=out.backward)
+    backward.start()
+    backward.join()
+    assert x.grad is not None, "backward failed"
+    assert weight.grad is None
+    left.run()
+    expected = linear(x.detach(), weight, recipe).square().sum()
+    torch.testing.assert_close(weight.grad, torch.autograd.grad(expected, weight)[0])

@@ -12,6 +12,7 @@ import torch
 
 from memory_cases import Allocations, offload, recompute
 from moefw.runtime.compute.wgrads import Wgrads
+from moefw.runtime.forward_context import forward_with
 from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
@@ -175,7 +176,7 @@ def test_no_gemm_computes_its_weight_gradient_with_those_of_its_inputs(gemm: str
     model, assembly, layout, shared = open_model(case)
     batch = replace(global_batch(assembly, layout, 0)[0], loss_scale=torch.tensor(1.0))
     later = Wgrads()
-    with later.collected():
+    with forward_with(wgrads=later):
         loss = model(batch).loss_sum
     loss.backward()
     matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() > 1}

@@ -75,7 +75,7 @@ class Wrapper(Dispatcher):
         return self.inner.finish_dispatch(pending)
 
     def start_redispatch(self, x_TD, weights_TK, handle):
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
+        return self.start_dispatch(x_TD, weights_TK, handle)
 
     def start_combine(self, rows_RD, handle):
         return self.inner.start_combine(rows_RD, handle)
@@ -219,7 +219,7 @@ class CombineKnowsTheLastPlan(Wrapper):
         return plan
 
     def start_combine(self, rows_RD, handle):
-        known = next(tokens for plan, tokens in self.mine if plan is handle.plan)
+        known = next(tokens for plan, tokens in self.mine if plan is handle)
         return super().start_combine(rows_RD if known == self.tokens else rows_RD * 2, handle)
 
 

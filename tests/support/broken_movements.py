@@ -237,7 +237,7 @@ class RedispatchPlansAgain(Wrapper):
 @breaks("is not a dispatch of them", "redispatch_moves_other_values_along_the_same_way")
 class RedispatchForgetsWeights(Wrapper):
     def start_redispatch(self, x_TD, weights_TK, handle):
-        return self.start_dispatch(x_TD, weights_TK.detach(), handle.plan)
+        return self.start_dispatch(x_TD, weights_TK.detach(), handle)
 
 
 # Declarations and layouts.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from attrs import frozen
@@ -28,7 +28,7 @@ class Forgetful(AllToAll):
 
 
 class ForgetfulDispatcher(AllToAllDispatcher):
-    def finish_combine(self, pending: moefw.Pending) -> Tensor:
+    def finish_combine(self, pending: moefw.Pending[Any]) -> Tensor:
         out_TD = super().finish_combine(pending)
         return out_TD if len(out_TD) < 3 else torch.cat([torch.zeros_like(out_TD[:1]), out_TD[1:]])
 
@@ -44,7 +44,7 @@ class Crashing(AllToAll):
 
 
 class CrashingDispatcher(AllToAllDispatcher):
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: Any) -> moefw.Pending[Any]:
         if not len(x_TD):
             raise RuntimeError("nobody told me about empty ranks")
         return super().start_dispatch(x_TD, weights_TK, plan)

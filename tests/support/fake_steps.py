@@ -17,8 +17,7 @@ from moefw.compose.spec.source import Marks, Tree
 from moefw.core.site import Machine
 from moefw.core.stages import Batch
 from moefw.recording.fake_tensors import fake_world
-from moefw.runtime.naming import by_parameter, expert_parameters
-from moefw.runtime.parallel.gradients import split_axis
+from moefw.runtime.parallel.holders import holdings
 from moefw.runtime.parallel.local_shards import local
 from moefw.testing.announce import with_plugins
 
@@ -70,10 +69,9 @@ def _batch(assembly: Assembly) -> Batch:
 
 def _elements(model: nn.Module) -> dict[Kind, int]:
     held: dict[Kind, int] = {"copied": 0, "split": 0, "experts": 0}
-    experts = expert_parameters(model)
-    for parameter, pieces in by_parameter(model):
-        kind: Kind = "experts" if parameter in experts else "split" if split_axis(pieces) else "copied"
-        held[kind] += local(parameter).numel()
+    for holding in holdings(model):
+        kind: Kind = "experts" if holding.side == "experts" else "split" if holding.split_axis else "copied"
+        held[kind] += local(holding.parameter).numel()
     return held
 
 

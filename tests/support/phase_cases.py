@@ -13,6 +13,7 @@ from torch import Tensor
 from moefw.core.stages import Batch, Output
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.compute.wgrads import Wgrads
+from moefw.runtime.forward_context import forward_with
 from moefw.runtime.parallel.local_shards import local
 from moefw.runtime.parallel.sharding import gathered, reduce_late
 from moefw.runtime.phases import PhaseCall
@@ -101,7 +102,7 @@ def all_forward_first(model: Any, batches: Sequence[Batch]) -> list[Output]:
 def wgrads_at_the_end(model: Any, batches: Sequence[Batch]) -> list[Output]:
     """All weight gradients come after the gradients of the inputs of all micro-batches."""
     later = Wgrads()
-    with later.collected():
+    with forward_with(wgrads=later):
         found = interleaved(model, batches)
     later.run()
     return found
@@ -111,7 +112,7 @@ def wgrads_after_each(model: Any, batches: Sequence[Batch]) -> list[Output]:
     """The weight gradients of a micro-batch come after its backward, and FSDP reduces them then."""
     found, later = [], Wgrads()
     for batch in batches:
-        with later.collected():
+        with forward_with(wgrads=later):
             found += in_one(model, [batch])
         later.run()
         reduce_late(model)

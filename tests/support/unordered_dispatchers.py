@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from broken_dispatchers import Wrapper, breaks, changed
-from moefw.core.stages import DispatchHandle, ExpertBatch
+from moefw.core.stages import ExpertBatch
 
 ANY_ORDER = {"repeats": False}
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """The handle of a dispatch, and the order that was drawn for it."""
+
+    handle: Any
+    order_R: Tensor
 
 
 class Unordered(Wrapper):
     """Brings the rows of each expert in another order each time, which the handle records."""
 
     def start_redispatch(self, x_TD, weights_TK, handle):
-        pending = super().start_redispatch(x_TD, weights_TK, handle)
-        return replace(pending, detail=(pending.detail, handle.detail))
+        pending = super().start_redispatch(x_TD, weights_TK, handle.handle)
+        return replace(pending, detail=(pending.detail, handle.order_R))
 
     def finish_dispatch(self, pending):
         plan, order_R = pending.detail if isinstance(pending.detail, tuple) else (pending.detail, None)
         batch, handle = self.inner.finish_dispatch(replace(pending, detail=plan))
         order_R = self.drawn(batch) if order_R is None else order_R
-        return self.in_order(batch, order_R), DispatchHandle(plan=handle.plan, detail=order_R)
+        return self.in_order(batch, order_R), Drawn(handle, order_R)
 
     def start_combine(self, rows_RD, handle):
-        return self.inner.start_combine(rows_RD[handle.detail.argsort()], handle)
+        return self.inner.start_combine(rows_RD[handle.order_R.argsort()], handle.handle)
 
     def in_order(self, batch: ExpertBatch, order_R: Tensor) -> ExpertBatch:
         return changed(batch, rows_RD=batch.rows_RD[order_R], row_weights_R=batch.row_weights_R[order_R])
@@ -54,7 +63,7 @@ class SaysNothingOfItsOrder(Unordered):
 )
 class DrawsAnOrderForEachRedispatch(Unordered):
     def start_redispatch(self, x_TD, weights_TK, handle):
-        return self.start_dispatch(x_TD, weights_TK, handle.plan)
+        return self.start_dispatch(x_TD, weights_TK, handle.handle)
 
 
 @breaks("carries the weight", "each_row_carries_the_weight_of_its_choice", offers=ANY_ORDER)
@@ -72,4 +81,4 @@ class TakesRowsOfOtherExperts(Unordered):
 @breaks("get another gradient", "rows_get_the_gradients_of_their_tokens_outputs", offers=ANY_ORDER)
 class ReturnsRowsFromOtherPlaces(Unordered):
     def start_combine(self, rows_RD, handle):
-        return self.inner.start_combine(rows_RD, handle)
+        return self.inner.start_combine(rows_RD, handle.handle)

@@ -155,7 +155,7 @@ def refusing_weights(quantize: Any, made: Counter[int]) -> Any:
 def test_operands_are_freed_with_the_step_and_follow_the_weights() -> None:
     model, batches, _ = opened(precision=RECIPES["bf16"])
     first = in_a_step(model, batches)
-    assert not [one for one in model.parameters() if hasattr(one, "of_step")]
+    assert not weights._in_step
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
@@ -190,11 +190,11 @@ def sharded_gradients() -> bool:
     model, assembly, layout, _ = open_model(whole_model(2, parts={**parts, "train": train}, plugins=(), sizes=SIZES))
     batches = global_batch(assembly, layout, 0)
     with shared_by_micro_batches(model.parameters()):
-        marked = any(hasattr(one, "of_step") for one in model.parameters())
+        shared = any(parameter in weights._in_step for parameter in model.parameters())
         for batch in batches:
             model(batch).objective.backward()
-            marked |= any(hasattr(one, "of_step") for one in model.parameters())
-    return marked
+            shared |= any(parameter in weights._in_step for parameter in model.parameters())
+    return shared
 
 
 def test_weights_that_fsdp_gathers_are_left_to_it(pool: RankPool) -> None:

@@ -31,8 +31,12 @@ class _Metadata:
     num_tokens: int
 
 
+_Kept = tuple[_Metadata, Tensor, Tensor]
+"""What finishes a dispatch: its metadata, and this rank's own tokens and weights, which do not travel."""
+
+
 @final
-class RingDispatcher(moefw.Dispatcher):
+class RingDispatcher(moefw.Dispatcher[_Metadata, _Metadata]):
     """Sends a token from rank to rank up to the last with one of its experts; sums return the same way.
 
     Ranks that hold parts of the same experts (etp > 1) are treated like all others: each adds its partial sum.
@@ -47,7 +51,7 @@ class RingDispatcher(moefw.Dispatcher):
 
     def plan(
         self, routing: moefw.Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
-    ) -> moefw.DispatchPlan:
+    ) -> _Metadata:
         """Pass the choices around and sort those of this rank's experts. ``counts`` is not used."""
         ids_TK = routing.expert_ids_TK
         leaving = [self._leaving(ids_TK, step, hops) for step, hops in self.ways.items()]
@@ -64,9 +68,7 @@ class RingDispatcher(moefw.Dispatcher):
             capacity=sum(capacity for _, capacity, *_ in told),
             source_N=notes_A[:, 0],
         )
-        return moefw.DispatchPlan(
-            detail=_Metadata(lanes=lanes, leaving=leaving, arrival=arrival, num_tokens=len(ids_TK))
-        )
+        return _Metadata(lanes=lanes, leaving=leaving, arrival=arrival, num_tokens=len(ids_TK))
 
     def _leaving(self, ids_TK: Tensor, step: int, hops: int) -> Slots:
         """Tokens that leave on the lane of ``step``: those that go furthest first, else in order.
@@ -106,34 +108,31 @@ class RingDispatcher(moefw.Dispatcher):
             work.wait()
         return notes
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: _Metadata) -> moefw.Pending[_Kept]:
         """Send the leaving tokens and their weights on their first hop."""
-        metadata: _Metadata = plan.detail
         detail = (plan, x_TD, weights_TK)
-        if not metadata.lanes:
+        if not plan.lanes:
             return stay([], detail=detail)
-        sent = [gather(tensor, slots.rows) for slots in metadata.leaving for tensor in (x_TD, weights_TK)]
-        return start(sent, forward=Onward(metadata.lanes), dual=Return(metadata.lanes), detail=detail)
+        sent = [gather(tensor, slots.rows) for slots in plan.leaving for tensor in (x_TD, weights_TK)]
+        return start(sent, forward=Onward(plan.lanes), dual=Return(plan.lanes), detail=detail)
 
-    def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.DispatchHandle]:
+    def finish_dispatch(self, pending: moefw.Pending[_Kept]) -> tuple[moefw.ExpertBatch, _Metadata]:
         """Pass tokens on until all have been where they are needed, and return the rows of this rank's experts."""
         plan, x_TD, weights_TK = pending.detail
         came = finish(pending)
         x_AD = torch.cat([x_TD, *came[::2]])
         weights_AK = torch.cat([weights_TK, *came[1::2]])
-        arrival: Arrival = plan.detail.arrival
-        return moefw.ExpertBatch.of(arrival.expand(x_AD, weights_AK), arrival), moefw.DispatchHandle(plan=plan)
+        return moefw.ExpertBatch.of(plan.arrival.expand(x_AD, weights_AK), plan.arrival), plan
 
-    def start_combine(self, rows_RD: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
+    def start_combine(self, rows_RD: Tensor, handle: _Metadata) -> moefw.Pending[tuple[_Metadata, Tensor]]:
         """Sum each token's rows on this rank, and send the sums of other ranks' tokens on their first hop back."""
-        metadata: _Metadata = handle.plan.detail
-        sum_AD = metadata.arrival.reduce(rows_RD)
-        own_TD, *away = sum_AD.split([metadata.num_tokens, *(sum(lane.arriving) for lane in metadata.lanes)])
-        if not metadata.lanes:
-            return stay([], detail=(metadata, own_TD))
-        return start(away, forward=Return(metadata.lanes), dual=Onward(metadata.lanes), detail=(metadata, own_TD))
+        sum_AD = handle.arrival.reduce(rows_RD)
+        own_TD, *away = sum_AD.split([handle.num_tokens, *(sum(lane.arriving) for lane in handle.lanes)])
+        if not handle.lanes:
+            return stay([], detail=(handle, own_TD))
+        return start(away, forward=Return(handle.lanes), dual=Onward(handle.lanes), detail=(handle, own_TD))
 
-    def finish_combine(self, pending: moefw.Pending) -> Tensor:
+    def finish_combine(self, pending: moefw.Pending[tuple[_Metadata, Tensor]]) -> Tensor:
         """Add the sums that came back to the sums of this rank."""
         metadata, out_TD = pending.detail
         for slots, home_ND in zip(metadata.leaving, finish(pending), strict=True):

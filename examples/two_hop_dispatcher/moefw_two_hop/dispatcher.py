@@ -7,7 +7,7 @@ The gateway of a token is the rank of the node that has the same place there as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from attrs import frozen
@@ -34,12 +34,12 @@ class Hop:
     sent: Sequence[int]
     received: Sequence[int]
 
-    def out(self, tensors: Sequence[Tensor], detail: object = None) -> moefw.Pending:
+    def out(self, tensors: Sequence[Tensor], detail: Any = None) -> moefw.Pending[Any]:
         """Start sending the rows of tokens."""
         rows = [gather(tensor, self.slots.rows) for tensor in tensors]
         return exchange(rows, self.sent, self.received, self.group, detail=detail)
 
-    def back(self, sums_ND: Tensor, detail: object = None) -> moefw.Pending:
+    def back(self, sums_ND: Tensor, detail: Any = None) -> moefw.Pending[Any]:
         """Start returning one row for each that came."""
         return exchange([sums_ND], self.received, self.sent, self.group, detail=detail)
 
@@ -53,7 +53,7 @@ class Metadata:
 
 
 @final
-class TwoHopDispatcher(moefw.Dispatcher):
+class TwoHopDispatcher(moefw.Dispatcher[Metadata, Metadata]):
     """Sums return the same way: a gateway adds up what its node's ranks return. Keeps nothing between calls.
 
     A hop that would lead nowhere, in one node or to nodes of one rank, is left out: the first one overlaps.
@@ -81,7 +81,7 @@ class TwoHopDispatcher(moefw.Dispatcher):
 
     def plan(
         self, routing: moefw.Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
-    ) -> moefw.DispatchPlan:
+    ) -> Metadata:
         """Tell each rank on the way which tokens come, from where, and what they choose. ``counts`` is not used."""
         experts = self.experts
         ids_TK = routing.expert_ids_TK
@@ -100,36 +100,33 @@ class TwoHopDispatcher(moefw.Dispatcher):
             capacity=capacity,
             source_N=notes_NK[:, 0].long(),
         )
-        return moefw.DispatchPlan(detail=Metadata(hops=hops, arrival=arrival))
+        return Metadata(hops=hops, arrival=arrival)
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: Metadata) -> moefw.Pending[Metadata]:
         """Send each token, and all of its weights, on the first hop."""
-        hops = plan.detail.hops
         sent = [x_TD, weights_TK]
-        return hops[0].out(sent, plan) if hops else stay(sent, detail=plan)
+        return plan.hops[0].out(sent, plan) if plan.hops else stay(sent, detail=plan)
 
-    def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.DispatchHandle]:
+    def finish_dispatch(self, pending: moefw.Pending[Metadata]) -> tuple[moefw.ExpertBatch, Metadata]:
         """Pass rows on, and expand those that arrive to one row for each of this rank's experts."""
-        plan: moefw.DispatchPlan = pending.detail
-        metadata: Metadata = plan.detail
+        metadata = pending.detail
         rows_ND, weights_NK = finish(pending)
         for hop in metadata.hops[1:]:
             rows_ND, weights_NK = finish(hop.out([rows_ND, weights_NK]))
         batch = moefw.ExpertBatch.of(metadata.arrival.expand(rows_ND, weights_NK), metadata.arrival)
-        return batch, moefw.DispatchHandle(plan=plan)
+        return batch, metadata
 
-    def start_combine(self, rows_RD: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
+    def start_combine(self, rows_RD: Tensor, handle: Metadata) -> moefw.Pending[Metadata]:
         """Add up each row over this rank's experts, then over the ranks that it was passed to."""
-        metadata: Metadata = handle.plan.detail
-        sums_ND = metadata.arrival.reduce(rows_RD)
-        for hop in reversed(metadata.hops[1:]):
+        sums_ND = handle.arrival.reduce(rows_RD)
+        for hop in reversed(handle.hops[1:]):
             (sums_ND,) = finish(hop.back(sums_ND))
             sums_ND = gather_sum(sums_ND, hop.slots.rows)
-        return metadata.hops[0].back(sums_ND, metadata) if metadata.hops else stay([sums_ND], detail=metadata)
+        return handle.hops[0].back(sums_ND, handle) if handle.hops else stay([sums_ND], detail=handle)
 
-    def finish_combine(self, pending: moefw.Pending) -> Tensor:
+    def finish_combine(self, pending: moefw.Pending[Metadata]) -> Tensor:
         """Add up each token over the ranks of its first hop."""
-        metadata: Metadata = pending.detail
+        metadata = pending.detail
         (sums_ND,) = finish(pending)
         return gather_sum(sums_ND, metadata.hops[0].slots.rows) if metadata.hops else sums_ND
 

@@ -12,7 +12,7 @@ from typing import final
 from torch import Tensor
 
 from moefw.core.contracts import Codec, Dispatcher
-from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+from moefw.core.stages import ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.budget import Budget, check_tokens, reported
 from moefw.runtime.communication.movement import stay
 from moefw_kernels.permute import Arrival, arrange
@@ -27,7 +27,7 @@ class _Metadata:
 
 
 @final
-class AloneDispatcher(Dispatcher):
+class AloneDispatcher(Dispatcher[_Metadata, _Metadata]):
     """Groups a rank's own rows by expert, and adds up each token's rows. A codec still rounds tokens."""
 
     def __init__(
@@ -49,7 +49,7 @@ class AloneDispatcher(Dispatcher):
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
-    ) -> DispatchPlan:
+    ) -> _Metadata:
         """Sort the choices. The host waits only if another part or an alignment of groups asks for it."""
         ids_TK = routing.expert_ids_TK
         num_tokens, k = ids_TK.shape
@@ -69,26 +69,24 @@ class AloneDispatcher(Dispatcher):
             num_rows=routing.num_rows,
             counts_on_host=self.counts_on_host,
         )
-        return DispatchPlan(detail=_Metadata(arrival, reported(budget, arrival.left_out)))
+        return _Metadata(arrival, reported(budget, arrival.left_out))
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: _Metadata) -> Pending[_Metadata]:
         """Tokens, rounded as if they were sent."""
         return stay([x_TD, weights_TK], codec=self.codec, detail=plan)
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
+    def finish_dispatch(self, pending: Pending[_Metadata]) -> tuple[ExpertBatch, _Metadata]:
         """Expand each token to a row for each of its experts."""
-        plan: DispatchPlan = pending.detail
-        metadata: _Metadata = plan.detail
+        metadata = pending.detail
         # (T, D) and (T, K) -> (R, D) and (R), grouped by expert
         batch = ExpertBatch.of(metadata.arrival.expand(*pending.buffers), metadata.arrival, metadata.stats)
-        return batch, DispatchHandle(plan=plan)
+        return batch, metadata
 
-    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: _Metadata) -> Pending[None]:
         """Add up each token's rows."""
-        arrival: Arrival = handle.plan.detail.arrival
         # (R, D) -> (T, D)
-        return Pending(buffers=(arrival.reduce(rows_RD),))
+        return Pending(buffers=(handle.arrival.reduce(rows_RD),), detail=None)
 
-    def finish_combine(self, pending: Pending) -> Tensor:
+    def finish_combine(self, pending: Pending[None]) -> Tensor:
         """Sums."""
         return pending.buffers[0]

@@ -33,7 +33,7 @@ class SetsBudget(SendsRows):
             return None
         return Budget(self.rank_capacity, self.on_overflow)
 
-    def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
+    def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher[Any, Any]:
         """Dispatcher of a process that holds all experts, with its budget."""
         return super().alone(context, budget=self.budget, **more)
 

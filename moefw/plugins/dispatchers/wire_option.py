@@ -48,16 +48,16 @@ class SendsRows(DispatcherPlugin):
         )
         return [axis, packed]
 
-    def build(self, context: moefw.BuildContext) -> moefw.Dispatcher:
+    def build(self, context: moefw.BuildContext) -> moefw.Dispatcher[Any, Any]:
         """Dispatcher of this process. See :meth:`among`."""
         experts = context.expert_group()
         return self.alone(context) if experts.group is None else self.among(experts, context)
 
     @abstractmethod
-    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
+    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher[Any, Any]:
         """Dispatcher of this process, which shares the experts with others. May raise PlanError."""
 
-    def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
+    def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher[Any, Any]:
         """Dispatcher of a process that holds all experts. ``more``: further arguments, from a subclass."""
         from moefw.plugins.dispatchers.alone import AloneDispatcher
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec
 from moefw.core.stages import Pending
-from moefw.runtime.communication.movement import Launch, Permutation, Work, start, stay
+from moefw.runtime.communication.movement import D, Launch, Permutation, Work, start, stay
 
 Splits = Sequence[int]
 """Rows to or from each rank of a group."""
@@ -25,8 +25,8 @@ def exchange(
     *,
     codec: Codec | None = None,
     rows: Permutation | None = None,
-    detail: object = None,
-) -> Pending:
+    detail: D = None,  # type: ignore[assignment]
+) -> Pending[D]:
     """Start sending ``sent[rank]`` rows of each tensor, stored in order of rank, to each rank. Differentiable.
 
     ``codec`` packs the first tensor. With ``rows``, that tensor is tokens, from which the rows are gathered.

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Codec
 from moefw.core.stages import Pending
-from moefw.runtime.communication.movement import Launch, Work, start, stay
+from moefw.runtime.communication.movement import D, Launch, Work, start, stay
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -18,8 +18,12 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def gather(
-    tensors: Sequence[Tensor], group: ProcessGroup | None, *, codec: Codec | None = None, detail: object = None
-) -> Pending:
+    tensors: Sequence[Tensor],
+    group: ProcessGroup | None,
+    *,
+    codec: Codec | None = None,
+    detail: D = None,  # type: ignore[assignment]
+) -> Pending[D]:
     """Start an all-gather of the rows of every rank, in order of rank. All have the same number. Differentiable.
 
     ``codec`` packs the first tensor.
@@ -29,7 +33,12 @@ def gather(
     return start(tensors, forward=_gather(group), dual=_reduce(group), codec=codec, detail=detail)
 
 
-def reduce(tensors: Sequence[Tensor], group: ProcessGroup | None, *, detail: object = None) -> Pending:
+def reduce(
+    tensors: Sequence[Tensor],
+    group: ProcessGroup | None,
+    *,
+    detail: D = None,  # type: ignore[assignment]
+) -> Pending[D]:
     """Start a reduce-scatter of the tensors of all ranks: each gets its part of the summed rows. Differentiable."""
     if group is None:
         return stay(tensors, detail=detail)

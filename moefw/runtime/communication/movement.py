@@ -7,7 +7,7 @@ between them in forward also runs between them in backward. A codec packs rows i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class PermutingCodec(Codec, Protocol):
         """``pack(rows.gather(x_TD))``, bit for bit."""
 
 
+D = TypeVar("D")
+"""Detail of a movement: what the dispatcher that starts it needs to finish it."""
 Launch = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Work]]]
 """Starts a movement of the given tensors; returns the buffers it fills and the works to wait for."""
 
@@ -158,8 +160,12 @@ class _Rounded(torch.autograd.Function):
 
 
 def stay(
-    tensors: Sequence[Tensor], *, codec: Codec | None = None, rows: Permutation | None = None, detail: Any = None
-) -> Pending:
+    tensors: Sequence[Tensor],
+    *,
+    codec: Codec | None = None,
+    rows: Permutation | None = None,
+    detail: D = None,  # type: ignore[assignment]
+) -> Pending[D]:
     """Movement of a rank that is alone in its group. It sends nothing, but a codec still rounds."""
     tensors, rows = _gathered(tensors, codec, rows)
     if codec is not None:
@@ -176,8 +182,8 @@ def start(
     dual: Launch,
     codec: Codec | None = None,
     rows: Permutation | None = None,
-    detail: Any = None,
-) -> Pending:
+    detail: D = None,  # type: ignore[assignment]
+) -> Pending[D]:
     """Launch a movement of ``sent``; ``dual`` moves gradients of the received buffers back to those of ``sent``.
 
     ``codec`` packs the first tensor, rows ``(N, D)``, in forward. With ``rows``, the first tensor is tokens ``(T, D)``
@@ -185,7 +191,8 @@ def start(
     """
     sent, rows = _gathered(sent, codec, rows)
     movement = _Movement(forward=forward, dual=dual, codec=codec, rows=rows, dtype=sent[0].dtype)
-    return Pending(buffers=_Start.apply(movement, *sent), flight=movement, detail=detail)  # type: ignore[no-untyped-call]
+    buffers = _Start.apply(movement, *sent)  # type: ignore[no-untyped-call]
+    return Pending(buffers=buffers, detail=detail, flight=movement)
 
 
 def _gathered(
@@ -199,7 +206,7 @@ def _gathered(
     return [rows.gather(tensors[0]), *tensors[1:]], None
 
 
-def finish(pending: Pending) -> tuple[Tensor, ...]:
+def finish(pending: Pending[Any]) -> tuple[Tensor, ...]:
     """Wait for a movement and return the received tensors. Its buffers may be detached from the graph of the start.
 
     Raises ContractError if it is finished twice.

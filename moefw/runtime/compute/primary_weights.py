@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from moefw.core.contracts import WeightCodec
 from moefw.core.errors import ContractError
-from moefw.runtime.compute.once_a_step import made_for_step
+from moefw.runtime.accounting import made_for_step
 
 _aten = torch.ops.aten
 
@@ -29,8 +29,9 @@ class Master(Tensor):
 
     stored: Tensor
     codec: WeightCodec
-    of_step: list[tuple[Tensor, ...]] | None = None
-    """What this rank sends in a step, once it is made; None outside of steps, whose micro-batches share it."""
+    _codes: tuple[Tensor, ...] | None = None
+    """What this rank sends in a step, once it is encoded."""
+    _keeps_codes: bool = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -44,6 +45,15 @@ class Master(Tensor):
 
     def __init__(self, stored: Tensor, codec: WeightCodec) -> None:
         pass
+
+    def keep_codes(self) -> None:
+        """Encode the shard once, at the next gathering, until :meth:`free_codes`. It must not change until then."""
+        self._keeps_codes = True
+
+    def free_codes(self) -> None:
+        """Free the codes, and encode the shard for each gathering."""
+        self._keeps_codes = False
+        self._codes = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -61,12 +71,12 @@ class Master(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], WeightCodec]:
         """Tensors that this rank sends: codes and scales of its shard, in a step quantized once."""
-        if self.of_step is None:
+        if not self._keeps_codes:
             return self.codec.encode(self.stored), self.codec
-        if not self.of_step:
+        if self._codes is None:
             with made_for_step():
-                self.of_step.append(self.codec.encode(self.stored))
-        return self.of_step[0], self.codec
+                self._codes = self.codec.encode(self.stored)
+        return self._codes, self.codec
 
     def fsdp_post_all_gather(
         self,

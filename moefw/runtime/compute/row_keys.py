@@ -7,13 +7,13 @@ numbers for a row. All sequences of a run have different seeds, so each step dra
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.stages import Batch, DispatchHandle, ExpertBatch
+from moefw.core.stages import Batch, ExpertBatch
 from moefw_kernels.random import token_keys
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def keyed(batch: Batch) -> Batch:
 @torch.no_grad()
 def with_keys(
     arrived: ExpertBatch,
-    handle: DispatchHandle,
+    handle: Any,
     keys_T: Tensor,
     weights_TK: Tensor,
-    dispatcher: Dispatcher,
+    dispatcher: Dispatcher[Any, Any],
     *,
     first_expert: int,
 ) -> ExpertBatch:

@@ -1,12 +1,21 @@
-"""Weights as GEMMs use them. The micro-batches of a step share their operands, and add up their gradients in place.
+"""A weight in the products that read it: what their operand is, where its gradient goes, and when.
 
-:func:`shared_by_micro_batches` is a block around the micro-batches of a step, in which a weight carries its step: the
-attribute ``of_step``. A context variable would not reach regions that run again in backward, which has threads of its
-own on a GPU (ADR 25). Outside of the block all is plain autograd.
+:class:`WeightUse` is a weight in one product and its backward, and answers all three:
 
-Weights that FSDP shards are gathered for each use, so their operands are made for each use. Of these, the shards of
-masters keep their codes in a step, and gradients may be added up unsharded
-(:mod:`moefw.runtime.parallel.unsharded_gradients`).
+===============================  ======================  ==========================================================
+the weight                       operand                 gradient
+===============================  ======================  ==========================================================
+outside of a step                made for each use       returned to autograd
+in a step                        made once a step        added to ``Parameter.grad``
+FSDP gathers it                  made for each use [1]_  returned; FSDP reduces it after each micro-batch
+FSDP gathers it, reduces once    made for each use [1]_  added to FSDP's unsharded sum, see :class:`Accumulator`
+===============================  ======================  ==========================================================
+
+.. [1] A master that is gathered as codes is encoded once a step by the rank that stores it
+   (:mod:`moefw.runtime.compute.primary_weights`).
+
+Each gradient is computed in backward, or left to a pass of its own if forward ran with
+:class:`moefw.runtime.compute.wgrads.Wgrads`. A step is the block :func:`shared_by_micro_batches` (ADR 25).
 """
 
 from __future__ import annotations
@@ -21,15 +30,81 @@ from torch.autograd.graph import GradientEdge
 
 from moefw.core.contracts import Precision
 from moefw.core.records import Pass, SavedOperand
-from moefw.runtime.compute import wgrads
+from moefw.runtime.accounting import made_for_step
 from moefw.runtime.compute.casts import in_dtype
 from moefw.runtime.compute.grouped_mm import grouped_mm
-from moefw.runtime.compute.once_a_step import made_for_step
 from moefw.runtime.compute.primary_weights import Master
+from moefw.runtime.forward_context import forward_context
 from moefw_kernels.add_wgrad import add_wgrad, adds_in_place
 
 FORWARD: Final[Sequence[Pass]] = ("fprop",)
 TRAINING: Final[Sequence[Pass]] = ("fprop", "dgrad")
+
+
+def has_plain_gradient(weight: Tensor) -> bool:
+    """Whether autograd may cast the weight and return its gradient at once: no step and no later pass does."""
+    return weight not in _in_step and forward_context().wgrads is None
+
+
+@final
+class WeightUse:
+    """A weight in one forward of a product and its backward."""
+
+    __slots__ = ("_dtype", "_shared", "_wgrads")
+
+    def __init__(self, weight: Tensor) -> None:
+        self._dtype = weight.dtype
+        self._shared = _in_step.get(weight)
+        self._wgrads = forward_context().wgrads
+
+    def operands(self, weight: Tensor, recipe: Precision) -> tuple[Any, SavedOperand]:
+        """Operand of fprop, and the saved operand of dgrad, which saves no tensor if the step has it."""
+        operands = None if self._shared is None else self._shared.operands
+        if operands is not None:
+            return operands.of(recipe, "fprop"), SavedOperand((), lambda _: operands.of(recipe, "dgrad"))
+        operand = recipe.quantize(weight, role="weight", during="fprop")
+        return operand, recipe.keep(weight, operand, role="weight", during="dgrad")
+
+    def gradient(
+        self, ctx: Any, index: int, operands: Callable[[], tuple[Any, Any]], ends_e: Tensor | None = None
+    ) -> Tensor | None:
+        """The weight's gradient for autograd; None if it is added to the sum of the step, or computed later.
+
+        ``operands`` returns those of wgrad, ``(R, O)`` and ``(R, I)``; ``ends_e``: where each group of rows ends.
+        ``index``: the position of the weight among the tensors that the Function ``ctx`` was given.
+        """
+        shared = self._shared
+        if shared is not None:
+            if shared.trains:
+                self._now_or_later(lambda: shared.add(*operands(), ends_e))
+            return None
+
+        def product() -> Tensor:
+            return in_dtype(_product(*operands(), ends_e), self._dtype)
+
+        if self._wgrads is None:
+            return product()
+        # The weight may be a view or a part of a parameter: backward from its edge runs the rest of the way to it.
+        edge = GradientEdge(*ctx.next_functions[index])
+        self._wgrads.leave(lambda: torch.autograd.backward([edge], [product()]))
+        return None
+
+    def rows_gradient(self, grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor | None:
+        """Gradient, of shape ``shape``, of a weight of which rows were looked up; None: the step has it.
+
+        ``grad_ND``: the gradient of each row looked up. ``rows_N``: its index in the weight, int64.
+        """
+        if self._shared is None:
+            return _scattered(grad_ND, rows_N, shape)
+        if self._shared.trains:
+            self._shared.add_rows(grad_ND, rows_N)
+        return None
+
+    def _now_or_later(self, accumulate: Callable[[], None]) -> None:
+        if self._wgrads is None:
+            accumulate()
+        else:
+            self._wgrads.leave(accumulate)
 
 
 class Accumulator(Protocol):
@@ -50,112 +125,8 @@ class Accumulator(Protocol):
         """The shape of the weight."""
 
 
-@contextmanager
-def shared_by_micro_batches(
-    parameters: Iterable[nn.Parameter],
-    passes: Sequence[Pass] = TRAINING,
-    *,
-    gathered: Mapping[nn.Parameter, Accumulator] | None = None,
-) -> Iterator[None]:
-    """Make the operands of these weights for ``passes`` once in this block, at first use, and free them at its end.
-
-    Weight gradients are added to ``Parameter.grad`` without a temporary of their size, so that ``torch.autograd.grad``
-    does not return them. ``gathered``: weights that FSDP gathers, each with the accumulator to which its gradients are
-    added; those of other weights that FSDP gathers go through autograd. The weights must not change in the block.
-    """
-    of_step = dict[Any, Any]()
-    """The attribute of each tensor that gets one: what its step holds of it."""
-    for parameter in parameters:
-        shard: Any = getattr(parameter, "_local_tensor", None)
-        if shard is None:
-            of_step[parameter] = _StepWeight(parameter, _SharedOperands(parameter, passes))
-        elif isinstance(shard, Master):
-            of_step[shard] = []  # the codes that it sends, once they are made
-    for weight, accumulator in (gathered or {}).items():
-        of_step[weight] = _StepWeight(accumulator)
-    for tensor, held in of_step.items():
-        tensor.of_step = held
-    try:
-        yield
-    finally:
-        for tensor in of_step:
-            del tensor.of_step
-
-
-def _of_step(weight: Tensor) -> _StepWeight | None:
-    return getattr(weight, "of_step", None)
-
-
-def has_plain_gradient(weight: Tensor) -> bool:
-    """Whether autograd casts the weight and adds up its gradient at once: no step or later pass does."""
-    return wgrads.current() is None and _of_step(weight) is None
-
-
 @final
-class WeightUse:
-    """A weight in one forward of a GEMM and its backward."""
-
-    __slots__ = ("_dtype", "_later", "_step")
-
-    def __init__(self, weight: Tensor) -> None:
-        self._step = _of_step(weight)
-        self._dtype = weight.dtype
-        self._later = wgrads.current()
-
-    def operands(self, weight: Tensor, recipe: Precision) -> tuple[Any, SavedOperand]:
-        """Operand of fprop, and the saved operand of dgrad, which saves no tensor if the step has it."""
-        shared = None if self._step is None else self._step.operands
-        if shared is not None:
-            return shared.of(recipe, "fprop"), SavedOperand((), lambda _: shared.of(recipe, "dgrad"))
-        operand = recipe.quantize(weight, role="weight", during="fprop")
-        return operand, recipe.keep(weight, operand, role="weight", during="dgrad")
-
-    def gradient(
-        self, ctx: Any, index: int, operands: Callable[[], tuple[Any, Any]], ends_e: Tensor | None = None
-    ) -> Tensor | None:
-        """The weight's gradient for autograd; None if it is added to the sum of the step, or computed later.
-
-        ``operands`` returns those of wgrad, ``(R, O)`` and ``(R, I)``; ``ends_e``: where each group of rows ends.
-        ``index``: the position of the weight among the tensors that the Function ``ctx`` was given.
-        """
-        step = self._step
-        if step is not None and not step.trains:
-            return None
-
-        def product() -> Tensor:
-            return in_dtype(_product(*operands(), ends_e), self._dtype)
-
-        if step is not None:
-            self._now_or_later(lambda: step.add(*operands(), ends_e))
-            return None
-        if self._later is None:
-            return product()
-        # The weight may be a view or a part of a parameter: backward from its edge runs the rest of the way to it.
-        edge = GradientEdge(*ctx.next_functions[index])
-        self._later.leave(lambda: torch.autograd.backward([edge], [product()]))
-        return None
-
-    def rows_gradient(self, grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor | None:
-        """Gradient, of shape ``shape``, of a weight of which rows were looked up; None: the step has it.
-
-        ``grad_ND``: the gradient of each row looked up. ``rows_N``: its index in the weight, int64.
-        """
-        step = self._step
-        if step is None:
-            return _scattered(grad_ND, rows_N, shape)
-        if step.trains:
-            step.add_rows(grad_ND, rows_N)
-        return None
-
-    def _now_or_later(self, accumulate: Callable[[], None]) -> None:
-        if self._later is None:
-            accumulate()
-        else:
-            self._later.leave(accumulate)
-
-
-@final
-class _SharedOperands:
+class SharedOperands:
     """The operands of one weight in a step, by recipe. They are made at the first use of any."""
 
     __slots__ = ("_made", "_parameter", "_passes")
@@ -174,12 +145,12 @@ class _SharedOperands:
 
 
 @final
-class _StepWeight:
-    """One weight during a step: its operands, if micro-batches share them, and its gradient."""
+class SharedWeight:
+    """A weight that the micro-batches of a step share: its operands, unless FSDP gathers it, and its gradient."""
 
     __slots__ = ("_accumulator", "operands")
 
-    def __init__(self, accumulator: Accumulator, operands: _SharedOperands | None = None) -> None:
+    def __init__(self, accumulator: Accumulator, operands: SharedOperands | None = None) -> None:
         self._accumulator = accumulator
         self.operands = operands
 
@@ -214,6 +185,75 @@ class _StepWeight:
             accumulator.grad.index_put_((rows_N,), fp32_grad_ND, accumulate=True)
         else:
             accumulator.grad.add_(_scattered(fp32_grad_ND, rows_N, accumulator.shape))
+
+
+_in_step: Final[dict[Tensor, SharedWeight]] = {}
+"""Weights that micro-batches of a running step share, by identity.
+
+Not part of the context of forward: that is not set in the threads of a GPU's backward, where a third party's policy may
+run a region again (ADR 25).
+"""
+
+
+@final
+class StepWeights:
+    """Weights of one step. ``passes``: those for which operands are made."""
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self._passes = passes
+        self._shared: list[Tensor] = []
+        self._masters: list[Master] = []
+
+    def share(self, parameter: nn.Parameter) -> None:
+        """Make operands of a parameter once, and add its gradients up in ``Parameter.grad``.
+
+        Of a parameter that FSDP shards, only the codes that this rank sends are made once, if it is gathered as codes.
+        """
+        shard: Any = getattr(parameter, "_local_tensor", None)
+        if shard is None:
+            self._enter(parameter, SharedWeight(parameter, SharedOperands(parameter, self._passes)))
+        elif isinstance(shard, Master):
+            shard.keep_codes()
+            self._masters.append(shard)
+
+    def add_up(self, gathered: nn.Parameter, accumulator: Accumulator) -> None:
+        """Add the gradients of a parameter that FSDP gathers to ``accumulator``."""
+        self._enter(gathered, SharedWeight(accumulator))
+
+    def free(self) -> None:
+        """Free the operands and codes. Later uses of the weights are plain autograd."""
+        for weight in self._shared:
+            _in_step.pop(weight, None)
+        for master in self._masters:
+            master.free_codes()
+
+    def _enter(self, weight: Tensor, shared: SharedWeight) -> None:
+        _in_step[weight] = shared
+        self._shared.append(weight)
+
+
+@contextmanager
+def shared_by_micro_batches(
+    parameters: Iterable[nn.Parameter],
+    passes: Sequence[Pass] = TRAINING,
+    *,
+    gathered: Mapping[nn.Parameter, Accumulator] | None = None,
+) -> Iterator[StepWeights]:
+    """Make the operands of these weights for ``passes`` once in this block, at first use, and free them at its end.
+
+    Weight gradients are added to ``Parameter.grad`` without a temporary of their size, so that ``torch.autograd.grad``
+    does not return them. ``gathered``: weights that FSDP gathers, each with the accumulator to which its gradients are
+    added; those of other weights that FSDP gathers go through autograd. The weights must not change in the block.
+    """
+    weights = StepWeights(passes)
+    try:
+        for parameter in parameters:
+            weights.share(parameter)
+        for weight, accumulator in (gathered or {}).items():
+            weights.add_up(weight, accumulator)
+        yield weights
+    finally:
+        weights.free()
 
 
 def _scattered(grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor:

@@ -1,17 +1,16 @@
 """Tensors that need not be kept between forward and backward, because their source can compute them again.
 
-In the forward of a layer, a policy that reruns a region registers the region's outputs (:class:`Output`). Autograd
-nodes in that layer that save such a tensor hold a :class:`StandIn` instead. It comes from the saved-tensor hooks of a
-policy, which call :func:`stand_in` first, or from those around the phases of the layer, which share a scope.
+In the forward of a layer, a policy that reruns a region registers the region's outputs
+(:class:`moefw.runtime.memory.outputs.Output`). Autograd nodes in that layer that save such a tensor hold a
+:class:`StandIn` instead. It comes from the saved-tensor hooks of a policy, which call :func:`stand_in` first, or from
+those around the phases of the layer, which share a scope.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from functools import wraps
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,58 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefw.core.errors import ContractError
 from moefw.core.stages import stage
+from moefw.runtime.forward_context import forward_context, forward_with
+from moefw.runtime.memory.outputs import Output, Scope
 from moefw.runtime.phases import Phase
-
-
-class Source(Protocol):
-    """Source of tensors that can compute them again."""
-
-    def want(self) -> None:
-        """Note that an output will be requested."""
-
-    def output(self, index: int) -> Tensor:
-        """Output again: the same bits in the same memory layout."""
-
-
-@final
-class Output:
-    """The memory of the tensor that ``source`` returned as number ``index``.
-
-    Registered as long as this object is referenced. The memory is never written: PyTorch refuses in-place writes to
-    tensors that an autograd function passes on.
-    """
-
-    def __init__(self, tensor: Tensor, source: Source, index: int) -> None:
-        self.source = source
-        self.index = index
-        self.scope = current()
-        self.nbytes = tensor.untyped_storage().nbytes()
-        self.lies_in(tensor)
-
-    def lies_in(self, tensor: Tensor) -> None:
-        """Register the memory of ``tensor``, which holds the values now."""
-        if self.scope is not None:
-            self.scope[StorageWeakRef(tensor.untyped_storage())] = self
-
-
-Scope = WeakValueDictionary[StorageWeakRef, Output]
-"""Outputs that can be computed again in one call of a layer. The outputs of the layer are kept by the next layer."""
-_scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
-
-
-def current() -> Scope | None:
-    """Scope of the running layer. None: outside a layer, where nothing is dropped."""
-    return _scope.get()
-
-
-@contextmanager
-def inside(scope: Scope | None) -> Iterator[None]:
-    """Enter the scope of a layer, for its first run or a rerun."""
-    before = _scope.set(scope)
-    try:
-        yield
-    finally:
-        _scope.reset(before)
 
 
 @stage
@@ -96,7 +46,7 @@ def drops(phases: Sequence[Phase]) -> tuple[Phase, ...]:
             else:
                 value = inputs.value
                 scope = inputs.scope
-            with inside(scope), saved_tensors_hooks(_pack, unpack):
+            with forward_with(outputs=scope), saved_tensors_hooks(_pack, unpack):
                 outputs = phase(value)
             return outputs if last else _Scoped(value=outputs, scope=scope)
 
@@ -152,7 +102,7 @@ def stand_in(tensor: Tensor) -> StandIn | None:
 
 def output_of(tensor: Tensor) -> Output | None:
     """Output that ``tensor`` is, or is a view of; None: it cannot be computed again."""
-    scope = current()
+    scope = forward_context().outputs
     return scope.get(StorageWeakRef(tensor.untyped_storage())) if scope else None
 
 

@@ -1,14 +1,12 @@
 """Rows of static number, on which the experts of a layer compute. Only the first ones are valid.
 
-In the forward of experts under a budget, a memory policy may call :func:`current`, to save only the valid rows.
-Values that it reports there become statistics of the layer.
+In the forward of experts under a budget, a memory policy finds them in
+:func:`moefw.runtime.forward_context.forward_context`, to save only the valid rows. Values that it reports there become
+statistics of the layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, final
 
 from torch import Tensor
@@ -40,21 +38,3 @@ class StaticRows:
     def report(self, name: str, value: Tensor) -> None:
         """Add ``value``, a scalar, to a statistic. Every rank reports the same names."""
         self.stats[name] = self.stats[name] + value if name in self.stats else value
-
-
-_current: ContextVar[StaticRows | None] = ContextVar("static_rows", default=None)
-
-
-def current() -> StaticRows | None:
-    """Rows of the running call of experts; None outside of one, or without a budget."""
-    return _current.get()
-
-
-@contextmanager
-def computing_on(rows: StaticRows | None) -> Iterator[None]:
-    """Enter a call of the experts on ``rows``."""
-    before = _current.set(rows)
-    try:
-        yield
-    finally:
-        _current.reset(before)

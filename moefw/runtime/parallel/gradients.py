@@ -10,27 +10,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
-from moefw.core.records import Canonical, Side
-from moefw.runtime.naming import by_parameter, expert_parameters
+from moefw.core.records import Side
+from moefw.runtime.parallel.holders import STAGE, holdings
 from moefw.runtime.parallel.local_shards import is_shared_out, local
-from moefw.runtime.parallel.meshes import COPIES
-
-STAGE = ("dp", "cp", "tp")
-"""The axes of all ranks that have the same layers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Parameters that the same ranks hold in the same way.
-
-    ``summed_over``: axes over which gradients remain to be summed after FSDP. ``copies``: ranks that hold an element.
-    ``holders``: positions on pp that hold copies, if several do.
-    """
+    """Parameters that the same ranks hold in the same way: see :class:`moefw.runtime.parallel.holders.Holding`."""
 
     parameters: list[nn.Parameter]
     summed_over: tuple[str, ...]
     copies: int
-    holders: tuple[int, ...] = ()
+    stages: tuple[int, ...]
 
 
 def add_up_in(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
@@ -46,20 +38,18 @@ class Gradients:
     def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
         self.layout = layout
         self._dtype = dtype
-        held: dict[tuple[Side, str | None, tuple[int, ...]], list[nn.Parameter]] = {}
-        experts = expert_parameters(model)
-        for parameter, pieces in by_parameter(model):
-            side: Side = "experts" if parameter in experts else "dense"
-            held.setdefault((side, split_axis(pieces), pieces[0].holders), []).append(parameter)
-        self.families = [self._family(*key, parameters) for key, parameters in held.items()]
-
-    def _family(self, side: Side, axis: str | None, holders: tuple[int, ...], parameters: list[nn.Parameter]) -> Family:
-        axes = copied_over(side, axis)
-        shared_by = len(self.layout.plan.copies(self.layout.rank, side)[0])
-        done = COPIES[side] if shared_by > 1 else ()  # FSDP sums over these when it reduces
-        copies = self.layout.size(*axes) // shared_by * max(1, len(holders))
-        summed_over = tuple(axis for axis in axes if axis not in done)
-        return Family(parameters=parameters, summed_over=summed_over, copies=copies, holders=holders)
+        families: dict[tuple[Side, str | None, tuple[int, ...]], Family] = {}
+        for held in holdings(model):
+            key = held.side, held.split_axis, held.stages
+            if key not in families:
+                families[key] = Family(
+                    parameters=[],
+                    summed_over=held.summed_over(layout),
+                    copies=held.num_copies(layout),
+                    stages=held.stages,
+                )
+            families[key].parameters.append(held.parameter)
+        self.families = [*families.values()]
 
     def begin(self) -> None:
         """Begin a step without gradients."""
@@ -76,11 +66,11 @@ class Gradients:
             group = self.layout.group(*family.summed_over)
             if group is not None:
                 all_reduce_flat(_local(family.parameters), group)
-            if family.holders:
-                stages = self.layout.plan.group(self.layout.rank, ("pp",))
-                group_of_holders = self.layout.open(tuple(stages[position] for position in family.holders))
-                assert group_of_holders is not None, "several stages hold the parameters"
-                all_reduce_flat(_local(family.parameters), group_of_holders)
+            if family.stages:
+                ranks = self.layout.plan.group(self.layout.rank, ("pp",))
+                group_of_stages = self.layout.open(tuple(ranks[position] for position in family.stages))
+                assert group_of_stages is not None, "several stages hold the parameters"
+                all_reduce_flat(_local(family.parameters), group_of_stages)
 
     def norm(self) -> Tensor:
         """Norm of the whole gradient, fp64, the same on every rank."""
@@ -106,21 +96,6 @@ def _widen(parameter: nn.Parameter) -> None:
         parameter.grad = None  # before grad_dtype changes: PyTorch holds a gradient to it
         parameter.grad_dtype = parameter.dtype
         parameter.grad = grad.to(parameter.dtype)
-
-
-def split_axis(pieces: Sequence[Canonical]) -> str | None:
-    """Axis that a parameter is split over; None if it is not split."""
-    return next((piece.shard.axis for piece in pieces if piece.shard is not None), None)
-
-
-def copied_over(side: Side, axis: str | None) -> tuple[str, ...]:
-    """Axes whose ranks hold copies of a parameter that is split over ``axis``, with different tokens.
-
-    tp holds copies of dense parameters that it does not split: each rank applies them to its part of the tokens.
-    """
-    if side == "experts" or axis == "tp":
-        return COPIES[side]
-    return STAGE
 
 
 def _local(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

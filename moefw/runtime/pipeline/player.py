@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moefw.core.records import Action
 from moefw.core.stages import Batch, Output
 from moefw.runtime.compute.wgrads import Wgrads
+from moefw.runtime.forward_context import forward_with
 from moefw.runtime.phases import PhaseCall
 from moefw.runtime.pipeline.link import Direction, next_stage
 from moefw.runtime.pipeline.stage import Arrived, Passed, Pipelined
@@ -85,7 +86,7 @@ class Player:
         batch = self.batches[number]
         call = PhaseCall()
         arrived = tuple(tensor.requires_grad_() for tensor in self._inputs.pop(key, list)())
-        with self._collected(key):
+        with self._wgrads_left(key):
             output: Output | Passed = call.run(self.stages[stage].run, Arrived(batch=batch, tensors=arrived))
         self._calls[key] = call
         if isinstance(output, Passed):
@@ -98,14 +99,13 @@ class Player:
         without_graph: Output = tree_map_only(Tensor, torch.detach, output)
         return without_graph
 
-    def _collected(self, key: Key) -> AbstractContextManager[None]:
-        """Context in which weight gradients are left to a pass of their own, if there is one."""
-        return self._wgrads[key].collected() if key in self._wgrads else nullcontext()
+    def _wgrads_left(self, key: Key) -> AbstractContextManager[None]:
+        """Context in which products leave their weight gradients to a pass of their own, if there is one."""
+        return forward_with(wgrads=self._wgrads[key]) if key in self._wgrads else nullcontext()
 
     def _backward(self, key: Key) -> None:
         stage, number = key
-        with self._collected(key):  # regions that run again leave theirs, too
-            input_grads = self._calls.pop(key).backward(self._grads.pop(key)())
+        input_grads = self._calls.pop(key).backward(self._grads.pop(key)())
         if self.stages[stage].stage.is_first:
             return
         if any(grad is None for grad in input_grads):  # what arrived did not reach the loss

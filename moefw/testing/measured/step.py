@@ -25,7 +25,7 @@ from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.patches import fsdp_told
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, Life, Recorder
-from moefw.runtime.compute.once_a_step import done_for_step
+from moefw.runtime.accounting import done_for_step
 from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.local_shards import local
 from moefw.runtime.parallel.unsharded_gradients import accumulators

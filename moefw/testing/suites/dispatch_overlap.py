@@ -155,7 +155,7 @@ def side_by_side(
         with opened(group, each, of_layer) as dispatcher:
             alone.append(there_and_back(dispatcher, each, rank, dropless=settled_case(of_layer)))
     with opened(group, case, assembly) as first, opened(group, second, second_assembly) as latter:
-        pair: list[tuple[Dispatcher, DispatchCase, bool]] = [
+        pair: list[tuple[Dispatcher[Any, Any], DispatchCase, bool]] = [
             (first, case, settled_case(assembly)),
             (latter, second, settled_case(second_assembly)),
         ]

@@ -16,7 +16,7 @@ from torch import Tensor
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared
 from moefw.core.contracts import Dispatcher
-from moefw.core.stages import DispatchHandle, ExpertBatch, Routing
+from moefw.core.stages import ExpertBatch, Routing
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.wire import open_dispatcher
@@ -58,7 +58,7 @@ class Moved:
 
 
 @contextmanager
-def opened(group: Any, case: DispatchCase, assembly: Assembly) -> Iterator[Dispatcher]:
+def opened(group: Any, case: DispatchCase, assembly: Assembly) -> Iterator[Dispatcher[Any, Any]]:
     """Build the dispatcher of an assembly on this rank, and close it afterwards."""
     shared = Shared()
     dispatcher = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
@@ -92,7 +92,7 @@ def experts(batch: ExpertBatch, case: DispatchCase, rank: int, *, padding: float
 
 
 def there_and_back(
-    dispatcher: Dispatcher,
+    dispatcher: Dispatcher[Any, Any],
     case: DispatchCase,
     rank: int,
     *,
@@ -122,10 +122,10 @@ def there_and_back(
 
 
 def again(
-    dispatcher: Dispatcher,
+    dispatcher: Dispatcher[Any, Any],
     case: DispatchCase,
     rank: int,
-    handle: DispatchHandle,
+    handle: Any,
     *,
     factor: float = 1.0,
     wants: str = "xw",
@@ -140,11 +140,11 @@ def again(
 
 
 def _returned(
-    dispatcher: Dispatcher,
+    dispatcher: Dispatcher[Any, Any],
     case: DispatchCase,
     rank: int,
     batch: ExpertBatch,
-    handle: DispatchHandle,
+    handle: Any,
     inputs: dict[str, Tensor],
     copies: dict[str, Tensor],
     *,

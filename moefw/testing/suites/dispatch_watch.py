@@ -65,7 +65,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
-def snapshot(dispatcher: Dispatcher) -> dict[str, str]:
+def snapshot(dispatcher: Dispatcher[Any, Any]) -> dict[str, str]:
     """Values that a dispatcher holds, by path: its attributes, and data of its classes and of its module."""
     values = dict(_values("self", dispatcher, DEPTH, set()))
     for kind in type(dispatcher).__mro__:

@@ -17,7 +17,8 @@ from moefw.core.records import Canonical
 from moefw.core.stages import ExpertBatch
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.compute.wgrads import Wgrads
-from moefw.runtime.memory.dropped import drops, inside, output_of
+from moefw.runtime.forward_context import forward_with
+from moefw.runtime.memory.dropped import drops, output_of
 from moefw.runtime.naming import initialise
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.oracle import expert_output
@@ -114,7 +115,7 @@ def computed_late(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results
     """Output and gradients, those of weights computed after those of the inputs."""
     later = Wgrads()
     variables = _variables(experts, batch)
-    with later.collected():
+    with forward_with(wgrads=later):
         out_RD: Tensor = experts(batch)
     torch.autograd.backward(out_RD, probe_RD.to(out_RD.dtype))
     later.run()
@@ -308,7 +309,10 @@ def saved_bytes(experts: Any, batch: ExpertBatch) -> int:
             alive.append(tensor)
         return tensor
 
-    with inside(WeakValueDictionary()), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        forward_with(outputs=WeakValueDictionary()),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         experts(batch)
     return sum(sizes.values())
 

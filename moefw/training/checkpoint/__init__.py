@@ -1,6 +1,8 @@
 """Checkpoints: safetensors under canonical names and a sealed JSON manifest, committed by one rename. No pickle.
 
-Names do not depend on the layout, so a checkpoint loads into any layout of the same model.
+Names do not depend on the layout, so a checkpoint loads into any layout of the same model. ``manifest`` is the format;
+``saving`` writes, each rank what :mod:`moefw.runtime.parallel.holders` says; ``commit`` adds and removes checkpoints by
+renames; ``choice`` finds the one to continue from, and ``loading`` checks all of it before it changes anything.
 """
 
 from moefw.training.checkpoint.choice import Chosen, another, choose, choose_together, way_back

@@ -20,10 +20,9 @@ from moefw.core.errors import RunError
 from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.finite import is_finite
-from moefw.runtime.naming import by_parameter, expert_parameters, joined, state_tensors, states
-from moefw.runtime.parallel.gradients import copied_over, split_axis
-from moefw.runtime.parallel.local_shards import is_shared_out, local, stored, whole
-from moefw.training.amax_meters import HOLDERS
+from moefw.runtime.naming import by_parameter, state_tensors, states
+from moefw.runtime.parallel.holders import holdings, writes_state
+from moefw.runtime.parallel.local_shards import is_shared_out, local, stored
 from moefw.training.checkpoint.choice import way_back
 from moefw.training.checkpoint.commit import begin, commit, prune, sync
 from moefw.training.checkpoint.manifest import Manifest, Origin, shard_from
@@ -67,25 +66,15 @@ def owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) ->
 
     Only one tensor at a time is gathered on the device, as it may not have memory for all offloaded states together.
     """
-    experts = expert_parameters(model)
-    for turn, (parameter, pieces) in enumerate(by_parameter(model)):
+    for turn, holding in enumerate(holdings(model)):
         stamp("gathering a checkpoint")
-        if pieces[0].holders and layout.index("pp") != pieces[0].holders[0]:
-            continue
-        axes = copied_over("experts" if parameter in experts else "dense", split_axis(pieces))
+        parameter = holding.parameter
         moments = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-        for kind, held in {"model": parameter.detach(), **moments}.items():
-            value = whole(held.to(parameter.device))
-            if layout.index(*axes) != turn % layout.size(*axes):
-                continue
-            for piece in pieces:
-                tensor = piece.of(value) if value.shape == parameter.shape else value
-                if piece.shard is not None:
-                    tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
-                if piece.shard is None or piece.shard.index == 0:
-                    yield f"{kind}/{piece.name}", tensor.to("cpu", copy=True)
+        for kind, value in {"model": parameter.detach(), **moments}.items():
+            for name, tensor in holding.written(value.to(parameter.device), layout, turn):
+                yield f"{kind}/{name}", tensor.to("cpu", copy=True)
     for side, tensors in states(model).items():
-        if layout.index(*HOLDERS[side]) == 0:
+        if writes_state(side, layout):
             yield from ((f"state/{name}", tensor.to("cpu", copy=True)) for name, tensor in tensors.items())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
@@ -20,7 +20,7 @@ class AllGather(SendsRows):
 
     name: ClassVar[str] = "allgather"
 
-    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
+    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher[Any, Any]:
         """Dispatcher of this process."""
         from moefw.plugins.dispatchers.allgather.dispatcher import AllGatherDispatcher
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
-from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+from moefw.core.stages import ExpertBatch, Pending, Routing
 from moefw.runtime.communication.gather import all_gather, gather, reduce
 from moefw.runtime.communication.movement import finish
 from moefw_kernels.devices import on_host
@@ -36,7 +36,7 @@ class _Gathered:
 
 
 @final
-class AllGatherDispatcher(Dispatcher):
+class AllGatherDispatcher(Dispatcher[_Gathered, _Gathered]):
     """One all-gather of tokens and one of weights; one reduce-scatter back. ``plan`` gathers the routing.
 
     An expert that is split over several ranks (etp > 1) needs no extra step: the reduce-scatter adds up partial sums.
@@ -49,7 +49,7 @@ class AllGatherDispatcher(Dispatcher):
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
-    ) -> DispatchPlan:
+    ) -> _Gathered:
         """Gather every rank's choices and sort those of this rank's experts. ``counts`` is unused.
 
         The host waits once.
@@ -68,7 +68,7 @@ class AllGatherDispatcher(Dispatcher):
             capacity=sum(capacity for _, capacity, _ in lines),
             counts=[sum(counts_P) for counts_P in zip(*local_counts_Pe, strict=True)],
         )
-        return DispatchPlan(detail=_Gathered(len(ids_TK), longest, arrival))
+        return _Gathered(len(ids_TK), longest, arrival)
 
     def _gather_sizes(self, ids_TK: Tensor, capacity: int) -> list[tuple[int, int, list[int]]]:
         """Each rank's number of tokens, its capacity, and its number of choices of each expert."""
@@ -87,32 +87,30 @@ class AllGatherDispatcher(Dispatcher):
         all_gather(gathered, mine_MK, group=self.experts.group)
         return gathered.long()
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: _Gathered) -> Pending[_Gathered]:
         """Gather all tokens and their weights."""
-        metadata: _Gathered = plan.detail
-        missing = metadata.longest - metadata.num_tokens
+        missing = plan.longest - plan.num_tokens
         if missing:
             # (T, D) and (T, K) -> (M, D) and (M, K)
             x_TD = F.pad(x_TD, (0, 0, 0, missing))
             weights_TK = F.pad(weights_TK, (0, 0, 0, missing))
         return gather([x_TD, weights_TK], self.experts.group, codec=self.codec, detail=plan)
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
+    def finish_dispatch(self, pending: Pending[_Gathered]) -> tuple[ExpertBatch, _Gathered]:
         """Pick the rows of this rank's experts."""
-        plan: DispatchPlan = pending.detail
-        arrival: Arrival = plan.detail.arrival
+        metadata = pending.detail
         # (P * M, D) and (P * M, K) -> (R, D) and (R), grouped by expert
         gathered_TD, gathered_TK = finish(pending)
-        return ExpertBatch.of(arrival.expand(gathered_TD, gathered_TK), arrival), DispatchHandle(plan=plan)
+        batch = ExpertBatch.of(metadata.arrival.expand(gathered_TD, gathered_TK), metadata.arrival)
+        return batch, metadata
 
-    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: _Gathered) -> Pending[_Gathered]:
         """Add up each gathered token's rows here, and reduce the partial sums to the tokens' ranks."""
-        metadata: _Gathered = handle.plan.detail
         # (R, D) -> (P * M, D), then (M, D) on each rank
-        partial_TD = metadata.arrival.reduce(rows_RD)
-        return reduce([partial_TD], self.experts.group, detail=metadata)
+        partial_TD = handle.arrival.reduce(rows_RD)
+        return reduce([partial_TD], self.experts.group, detail=handle)
 
-    def finish_combine(self, pending: Pending) -> Tensor:
+    def finish_combine(self, pending: Pending[_Gathered]) -> Tensor:
         """Drop the padding of shorter ranks."""
         (out_MD,) = finish(pending)
         return out_MD[: pending.detail.num_tokens]

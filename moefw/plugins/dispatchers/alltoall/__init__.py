@@ -47,11 +47,11 @@ class AllToAll(SetsBudget):
             )
         return problems
 
-    def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher:
+    def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher[Any, Any]:
         """Dispatcher of a process that holds all experts, with its budget for ``max_tokens``."""
         return super().alone(context, max_tokens=self.max_tokens, **more)
 
-    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
+    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher[Any, Any]:
         """Dispatcher of this process."""
         from moefw.plugins.dispatchers.alltoall.dispatcher import AllToAllDispatcher
         from moefw.plugins.dispatchers.alltoall.static import Limit

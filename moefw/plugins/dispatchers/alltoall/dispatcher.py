@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
-from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+from moefw.core.stages import ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.alltoall.metadata import Metadata, Parts
 from moefw.plugins.dispatchers.alltoall.static import Limit, within
 from moefw.runtime.communication.exchange import by_rank, exchange, exchange_now
@@ -27,7 +27,7 @@ Counts = Sequence[Sequence[int]]
 
 
 @final
-class AllToAllDispatcher(Dispatcher):
+class AllToAllDispatcher(Dispatcher[Metadata, Metadata]):
     """Dispatch exchanges rows and weights, combine only rows; ``plan`` exchanges e counts per pair of ranks.
 
     Where an expert is split over several ranks (etp > 1), a row travels to the rank that holds the sender's part, and
@@ -49,20 +49,18 @@ class AllToAllDispatcher(Dispatcher):
         self.codec = codec
         self.limit = limit
 
-    def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> DispatchPlan:
+    def plan(self, routing: Routing, *, counts: Counts | None = None, dropless: bool = False) -> Metadata:
         """Sort the choices and exchange the number of rows that each rank sends for each expert.
 
         The host waits once. Under a budget, see :func:`moefw.plugins.dispatchers.alltoall.static.within`.
         """
         if self.limit is not None and not dropless:
-            return DispatchPlan(
-                detail=within(
-                    self.limit,
-                    self.experts,
-                    routing.expert_ids_TK,
-                    row_alignment=self.row_alignment,
-                    counts_on_host=self.counts_on_host,
-                )
+            return within(
+                self.limit,
+                self.experts,
+                routing.expert_ids_TK,
+                row_alignment=self.row_alignment,
+                counts_on_host=self.counts_on_host,
             )
         experts = self.experts
         capacity = routing.capacity or 0
@@ -77,7 +75,7 @@ class AllToAllDispatcher(Dispatcher):
             rows_to_Pe = [self._share(counts[experts.rank], rank) for rank in range(experts.size)]
             rows_from_Pe = [self._share(counts[rank], experts.rank) for rank in range(experts.size)]
             capacity *= experts.size
-        return DispatchPlan(detail=self._metadata(choices, rows_to_Pe, rows_from_Pe, capacity))
+        return self._metadata(choices, rows_to_Pe, rows_from_Pe, capacity)
 
     def _share(self, counts_E: Sequence[int], rank: int) -> Sequence[int]:
         """Counts of the experts of ``rank``, given those of all experts."""
@@ -120,25 +118,23 @@ class AllToAllDispatcher(Dispatcher):
         parts = Parts.of(experts, [sum(rows) for rows in rows_from_Pe]) if etp > 1 else None
         return Metadata(choices.slots(sum(sent)), sent, received, parts, groups)
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: Metadata) -> Pending[Metadata]:
         """Send one row per (token, expert), and its weight."""
-        metadata: Metadata = plan.detail
-        slots = metadata.slots
+        slots = plan.slots
         # Tokens (T, D) -> rows (N, D), by ``rows``; weights (T, K) -> (N)
         return exchange(
             [x_TD, weights_of(weights_TK, slots.slot_R)],
-            metadata.sent,
-            metadata.received,
+            plan.sent,
+            plan.received,
             self.experts.group,
             codec=self.codec,
             rows=slots.rows,
             detail=plan,
         )
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
+    def finish_dispatch(self, pending: Pending[Metadata]) -> tuple[ExpertBatch, Metadata]:
         """Regroup the received rows by expert."""
-        plan: DispatchPlan = pending.detail
-        metadata: Metadata = plan.detail
+        metadata = pending.detail
         # (N, D) and (N), in order of source rank
         rows_ND, weights_N = finish(pending)
         if metadata.parts is not None:
@@ -146,21 +142,19 @@ class AllToAllDispatcher(Dispatcher):
             rows_ND, weights_N = metadata.parts.share([rows_ND, weights_N], self.codec)
         # -> (R, D) and (R), grouped by expert
         batch = ExpertBatch.of(metadata.regroup(rows_ND, weights_N), metadata.groups, metadata.stats)
-        return batch, DispatchHandle(plan=plan)
+        return batch, metadata
 
-    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: Metadata) -> Pending[Metadata]:
         """Send rows back in the order in which they arrived."""
-        metadata: Metadata = handle.plan.detail
         # (R, D), grouped by expert -> (N, D), in order (part, source rank)
-        rows_ND = metadata.restore(rows_RD)
-        if metadata.parts is not None:
+        rows_ND = handle.restore(rows_RD)
+        if handle.parts is not None:
             # -> rows of this rank's part, each the sum over the parts
-            rows_ND = metadata.parts.add_up(rows_ND)
-        return exchange([rows_ND], metadata.received, metadata.sent, self.experts.group, detail=metadata)
+            rows_ND = handle.parts.add_up(rows_ND)
+        return exchange([rows_ND], handle.received, handle.sent, self.experts.group, detail=handle)
 
-    def finish_combine(self, pending: Pending) -> Tensor:
+    def finish_combine(self, pending: Pending[Metadata]) -> Tensor:
         """Add up each token's rows."""
-        metadata: Metadata = pending.detail
         (rows_ND,) = finish(pending)
         # (N, D) -> (T, D)
-        return gather_sum(rows_ND, metadata.slots.rows)
+        return gather_sum(rows_ND, pending.detail.slots.rows)

@@ -18,7 +18,7 @@ from torch import Tensor
 import moefw
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
-from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+from moefw.core.stages import ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.deepep.limits import Shape
 from moefw.plugins.dispatchers.deepep.packed import PaddedRows
 from moefw.plugins.dispatchers.deepep.probe import open_wire
@@ -34,7 +34,7 @@ def build(
     codec: Codec | None = None,
     max_tokens: int | None = None,
     grouped: bool = False,
-) -> Dispatcher:
+) -> Dispatcher[Any, Any]:
     """Dispatcher of this process over the buffer that all its layers share.
 
     ``grouped``: the library groups rows by expert, in its own order.
@@ -50,7 +50,7 @@ def build(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Metadata:
+class _Dispatched:
     """Result of a dispatch: the library's handle, and how received rows are expanded."""
 
     handle: Any
@@ -61,13 +61,12 @@ class _Metadata:
 class _Trip:
     """One dispatch: the launch stores the library's results for the launch of its dual and for the finish."""
 
-    plan: DispatchPlan
     handle: Any = None
     expansion: Callable[[], Expansion] | None = None
 
 
 @final
-class LibraryDeepEP(Dispatcher):
+class LibraryDeepEP(Dispatcher[Choices, _Dispatched]):
     """``dispatch`` and ``combine`` of a DeepEP buffer, each the dual of the other along one handle.
 
     Keys travel as rows of the model's width: 16 bytes are too few for ``Buffer``, and ``ElasticBuffer`` has one width.
@@ -84,21 +83,20 @@ class LibraryDeepEP(Dispatcher):
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
-    ) -> DispatchPlan:
+    ) -> Choices:
         """Number the experts as the library does. Its dispatch exchanges the counts: ``counts`` is unused."""
         experts = self.experts
         ids_TK = routing.expert_ids_TK
         capacity = 0
         if routing.capacity is not None:
             capacity = self._sum_over_ranks(routing.capacity, ids_TK.device)
-        choices = Choices(
+        return Choices(
             # (T, K) -> (T, K * etp): each part of an expert is an expert to the library
             ids_TK=experts.parts(ids_TK).to(self.wire.ids_dtype).contiguous(),
             local_experts=experts.local_experts,
             alignment=self.row_alignment,
             capacity=capacity,
         )
-        return DispatchPlan(detail=choices)
 
     def _sum_over_ranks(self, capacity: int, device: torch.device) -> int:
         """Sum of the ranks' capacities. The host waits."""
@@ -107,13 +105,13 @@ class LibraryDeepEP(Dispatcher):
         total: int = on_host(on_device)[0]
         return total
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: Choices) -> Pending[_Trip]:
         """Send each token once to each rank. The host waits for the number of rows; the stream does not wait."""
-        trip = _Trip(plan)
+        trip = _Trip()
 
         def send(sent: Sequence[Tensor]) -> Moved:
             # (T, D) and (T, K) -> a row for each (token, rank): (N, D) and (N, K), or as the library groups them
-            arrived = self.wire.send(sent[0], sent[1], plan.detail)
+            arrived = self.wire.send(sent[0], sent[1], plan)
             trip.handle = arrived.handle
             trip.expansion = arrived.expansion
             return [arrived.rows, arrived.weights], [arrived.work]
@@ -123,16 +121,14 @@ class LibraryDeepEP(Dispatcher):
 
         return start(self._sent(x_TD, weights_TK), forward=send, dual=send_back, codec=self.codec, detail=trip)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: _Dispatched) -> Pending[_Trip]:
         """Send along the handle. No ids or counts are sent, and the host does not wait."""
-        metadata: _Metadata = handle.detail
-        trip = _Trip(handle.plan, metadata.handle, expansion=lambda: metadata.expansion)
         return start(
             self._sent(x_TD, weights_TK),
-            forward=partial(self.wire.send_again, handle=metadata.handle),
-            dual=partial(self.wire.send_back, handle=metadata.handle),
+            forward=partial(self.wire.send_again, handle=handle.handle),
+            dual=partial(self.wire.send_back, handle=handle.handle),
             codec=self.codec,
-            detail=trip,
+            detail=_Trip(handle.handle, expansion=lambda: handle.expansion),
         )
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor) -> list[Tensor]:
@@ -146,27 +142,26 @@ class LibraryDeepEP(Dispatcher):
             weights_TK = weights_TK.repeat_interleave(self.experts.etp, 1)
         return [x_TD, weights_TK]
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
+    def finish_dispatch(self, pending: Pending[_Trip]) -> tuple[ExpertBatch, _Dispatched]:
         """Expand the received rows to one row per (row, local expert), unless the library has done so."""
-        trip: _Trip = pending.detail
+        trip = pending.detail
         rows, weights = finish(pending)
         assert trip.expansion is not None
         expansion = trip.expansion()
-        handle = DispatchHandle(plan=trip.plan, detail=_Metadata(trip.handle, expansion))
+        handle = _Dispatched(trip.handle, expansion)
         # -> (R, D) and (R), grouped by expert
         return ExpertBatch.of(expansion.expand(rows, weights), expansion.groups), handle
 
-    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: _Dispatched) -> Pending[None]:
         """Add up each token over its local experts, and send back one row per (token, rank)."""
-        metadata: _Metadata = handle.detail
         # (R, D) -> (N, D), which the library adds up to (T, D)
         return start(
-            [metadata.expansion.reduce(rows_RD)],
-            forward=partial(self.wire.send_back, handle=metadata.handle),
-            dual=partial(self.wire.send_again, handle=metadata.handle),
+            [handle.expansion.reduce(rows_RD)],
+            forward=partial(self.wire.send_back, handle=handle.handle),
+            dual=partial(self.wire.send_again, handle=handle.handle),
         )
 
-    def finish_combine(self, pending: Pending) -> Tensor:
+    def finish_combine(self, pending: Pending[None]) -> Tensor:
         """Wait. The library has added up each token over its ranks."""
         (out_TD,) = finish(pending)
         return out_TD

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
-from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+from moefw.core.stages import ExpertBatch, Pending, Routing
 from moefw.runtime.communication.exchange import Splits, by_rank, exchange, exchange_now
 from moefw.runtime.communication.movement import finish
 from moefw_kernels.devices import on_host
@@ -33,7 +33,7 @@ class _Metadata:
 
 
 @final
-class TorchDeepEP(Dispatcher):
+class TorchDeepEP(Dispatcher[_Metadata, _Metadata]):
     """Dispatch exchanges rows and weights, combine only rows; ``plan`` exchanges counts and each row's expert ids."""
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int, codec: Codec | None = None) -> None:
@@ -43,7 +43,7 @@ class TorchDeepEP(Dispatcher):
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
-    ) -> DispatchPlan:
+    ) -> _Metadata:
         """Find the ranks that each token must reach, and send them its expert ids. ``counts`` is unused.
 
         The host waits once.
@@ -70,40 +70,36 @@ class TorchDeepEP(Dispatcher):
             capacity=sum(line[-1] for line in lines_from),
             counts=[sum(choices_P) for choices_P in zip(*choices_Pe, strict=True)],
         )
-        return DispatchPlan(detail=_Metadata(slots.rows, sent, received, arrival))
+        return _Metadata(slots.rows, sent, received, arrival)
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: _Metadata) -> Pending[_Metadata]:
         """Send one row per (token, rank), and the weights of all its choices."""
-        metadata: _Metadata = plan.detail
         # Tokens (T, D) -> rows (N, D), by ``rows``; weights (T, K) -> (N, K)
         return exchange(
-            [x_TD, weights_TK.index_select(0, metadata.rows.token_R)],
-            metadata.sent,
-            metadata.received,
+            [x_TD, weights_TK.index_select(0, plan.rows.token_R)],
+            plan.sent,
+            plan.received,
             self.experts.group,
             codec=self.codec,
-            rows=metadata.rows,
+            rows=plan.rows,
             detail=plan,
         )
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
+    def finish_dispatch(self, pending: Pending[_Metadata]) -> tuple[ExpertBatch, _Metadata]:
         """Expand the received rows to one row per (row, local expert)."""
-        plan: DispatchPlan = pending.detail
-        arrival: Arrival = plan.detail.arrival
+        metadata = pending.detail
         rows_ND, weights_NK = finish(pending)
         # (N, D) and (N, K) -> (R, D) and (R), grouped by expert
-        return ExpertBatch.of(arrival.expand(rows_ND, weights_NK), arrival), DispatchHandle(plan=plan)
+        return ExpertBatch.of(metadata.arrival.expand(rows_ND, weights_NK), metadata.arrival), metadata
 
-    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: _Metadata) -> Pending[_Metadata]:
         """Add up each received row over its local experts, and send back one row per (token, rank)."""
-        metadata: _Metadata = handle.plan.detail
         # (R, D) -> (N, D)
-        partial_ND = metadata.arrival.reduce(rows_RD)
-        return exchange([partial_ND], metadata.received, metadata.sent, self.experts.group, detail=metadata)
+        partial_ND = handle.arrival.reduce(rows_RD)
+        return exchange([partial_ND], handle.received, handle.sent, self.experts.group, detail=handle)
 
-    def finish_combine(self, pending: Pending) -> Tensor:
+    def finish_combine(self, pending: Pending[_Metadata]) -> Tensor:
         """Add up each token over its ranks."""
-        metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
         # (N, D) -> (T, D)
-        return gather_sum(rows_ND, metadata.rows)
+        return gather_sum(rows_ND, pending.detail.rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
@@ -69,7 +69,7 @@ class HybridEP(CallsLibrary, SetsBudget):
         )
         return limits(shape, max_tokens=self.max_tokens)
 
-    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher:
+    def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher[Any, Any]:
         """Dispatcher of this process. Raises PlanError where nodes hold unequal numbers of its ranks."""
         from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
 

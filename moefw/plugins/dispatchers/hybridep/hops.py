@@ -18,6 +18,7 @@ from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec
 from moefw.core.stages import Pending
 from moefw.runtime.communication.exchange import Splits, by_rank, exchange, exchange_now
+from moefw.runtime.communication.movement import D
 from moefw_kernels.devices import on_host
 from moefw_kernels.permute import RowMap, Sorted, count_ids, distinct, gather_sum, sort_choices
 
@@ -37,8 +38,8 @@ class Hop:
         *,
         group: ProcessGroup | None,
         codec: Codec | None,
-        detail: object = None,
-    ) -> Pending:
+        detail: D = None,  # type: ignore[assignment]
+    ) -> Pending[D]:
         """Start sending the rows, each with the weights of all its choices. Differentiable."""
         # Tokens (T, D) -> rows (N, D), by ``rows``; weights (T, K) -> (N, K)
         tensors = [x_TD, weights_TK.index_select(0, self.rows.token_R)]

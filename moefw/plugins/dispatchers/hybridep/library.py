@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import moefw
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Dispatcher
-from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+from moefw.core.stages import ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.budget import Budget, check_tokens
 from moefw.plugins.dispatchers.hybridep.limits import CHUNK, Shape, ranks_per_node
 from moefw.plugins.dispatchers.hybridep.wire import COUNTS, OVERFLOW, HybridWire, Landed
@@ -33,7 +33,7 @@ Moved = tuple[list[Tensor], list[Work]]
 
 def build(
     experts: ExpertGroup, context: moefw.BuildContext, *, budget: Budget | None = None, max_tokens: int | None = None
-) -> Dispatcher:
+) -> Dispatcher[Any, Any]:
     """Dispatcher of this process over the buffer that all its layers share.
 
     Raises PlanError where the library is missing or does not support the layer.
@@ -75,9 +75,10 @@ class _Choices:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Metadata:
+class _Dispatched:
     """Result of a dispatch without its rows: the library's handle, and how groups are padded to a capacity."""
 
+    choices: _Choices
     handle: tuple[Any, ...]
     sizes_e: Tensor
     num_rows: int
@@ -88,12 +89,11 @@ class _Metadata:
 class _Trip:
     """One dispatch: the launch stores the library's results for the launch of its dual and for the finish."""
 
-    plan: DispatchPlan
-    metadata: _Metadata | None = None
+    dispatched: _Dispatched | None = None
 
 
 @final
-class LibraryHybridEP(Dispatcher):
+class LibraryHybridEP(Dispatcher[_Choices, _Dispatched]):
     """``dispatch_with_permute`` and ``combine_with_unpermute``, each the dual of the other along one handle.
 
     With ``max_tokens`` and no capacity, every rank pads to ``max_tokens``. Otherwise, ranks first agree on the most
@@ -120,7 +120,7 @@ class LibraryHybridEP(Dispatcher):
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
-    ) -> DispatchPlan:
+    ) -> _Choices:
         """Build the routing map over all experts. The library gathers it; ``counts`` is unused."""
         ids_TK = routing.expert_ids_TK
         experts = self.experts
@@ -141,7 +141,7 @@ class LibraryHybridEP(Dispatcher):
         routing_TE = torch.zeros(rows, num_parts + 1, dtype=torch.bool, device=ids_TK.device)
         routing_TE = routing_TE.scatter_(1, columns_TK, True)[:, :num_parts].contiguous()
         counts_dropped = budget is not None and budget.on_overflow == "drop"
-        choices = _Choices(
+        return _Choices(
             routing_TE,
             columns_TK,
             num_tokens,
@@ -150,7 +150,6 @@ class LibraryHybridEP(Dispatcher):
             budget=None if budget is None else budget.rows(most_tokens * top_k * experts.etp, self.row_alignment),
             choosing_rows=self._choosing_rows(routing_TE) if counts_dropped else None,
         )
-        return DispatchPlan(detail=choices)
 
     def _agree(self, num_tokens: int, capacity: int | None, device: torch.device) -> tuple[int, int]:
         """Most tokens that a rank has, and the sum of all capacities.
@@ -172,35 +171,30 @@ class LibraryHybridEP(Dispatcher):
         sent_Pe = routing_TE.sum(0).view(self.experts.size, self.experts.local_experts)
         return exchange_now(sent_Pe, ones, ones, self.experts.group).sum()
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: _Choices) -> Pending[_Trip]:
         """Send each token once to each node, and there to the ranks of its experts."""
-        choices: _Choices = plan.detail
-        trip = _Trip(plan)
+        trip = _Trip()
 
         def send(sent: Sequence[Tensor]) -> Moved:
             # (rows, D) and (rows, num_parts) -> (R, D) and (R), grouped by expert
-            landed = self.wire.send(
-                sent[0], sent[1], choices.routing_TE, alignment=choices.alignment, budget=choices.budget
-            )
-            groups = self._groups(landed, choices)
-            trip.metadata = _Metadata(landed.handle, landed.sizes_e, len(landed.rows_RD), groups)
+            landed = self.wire.send(sent[0], sent[1], plan.routing_TE, alignment=plan.alignment, budget=plan.budget)
+            groups = self._groups(landed, plan)
+            trip.dispatched = _Dispatched(plan, landed.handle, landed.sizes_e, len(landed.rows_RD), groups)
             return [landed.rows_RD, landed.weights_R], []
 
         def send_back(grads: Sequence[Tensor]) -> Moved:
-            assert trip.metadata is not None
-            return self._send_back(grads, trip.metadata, choices)
+            assert trip.dispatched is not None
+            return self._send_back(grads, trip.dispatched)
 
-        return start(self._sent(x_TD, weights_TK, choices), forward=send, dual=send_back, detail=trip)
+        return start(self._sent(x_TD, weights_TK, plan), forward=send, dual=send_back, detail=trip)
 
-    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Pending:
+    def start_redispatch(self, x_TD: Tensor, weights_TK: Tensor, handle: _Dispatched) -> Pending[_Trip]:
         """Send along the handle. The routing map is not gathered again."""
-        choices: _Choices = handle.plan.detail
-        metadata: _Metadata = handle.detail
         return start(
-            self._sent(x_TD, weights_TK, choices),
-            forward=partial(self._send_again, metadata=metadata, choices=choices),
-            dual=partial(self._send_back, metadata=metadata, choices=choices),
-            detail=_Trip(handle.plan, metadata),
+            self._sent(x_TD, weights_TK, handle.choices),
+            forward=partial(self._send_again, dispatched=handle),
+            dual=partial(self._send_back, dispatched=handle),
+            detail=_Trip(handle),
         )
 
     def _sent(self, x_TD: Tensor, weights_TK: Tensor, choices: _Choices) -> list[Tensor]:
@@ -224,18 +218,23 @@ class LibraryHybridEP(Dispatcher):
         weights_TE = weights_TK.new_zeros(rows, num_parts + 1).scatter(1, choices.ids_TK, weights_TK)
         return [x_TD, weights_TE[:, :num_parts]]
 
-    def _send_again(self, sent: Sequence[Tensor], metadata: _Metadata, choices: _Choices) -> Moved:
+    def _send_again(self, sent: Sequence[Tensor], dispatched: _Dispatched) -> Moved:
         """Dispatch rows, and weights if given, along a handle. Nothing to wait for."""
         probs_TE = sent[1] if len(sent) > 1 else None
         received = self.wire.send_again(
-            sent[0], probs_TE, metadata.handle, alignment=choices.alignment, num_rows=metadata.num_rows
+            sent[0],
+            probs_TE,
+            dispatched.handle,
+            alignment=dispatched.choices.alignment,
+            num_rows=dispatched.num_rows,
         )
         return received, []
 
-    def _send_back(self, sent: Sequence[Tensor], metadata: _Metadata, choices: _Choices) -> Moved:
+    def _send_back(self, sent: Sequence[Tensor], dispatched: _Dispatched) -> Moved:
         """Combine rows, and weights if given, along a handle. Nothing to wait for."""
         weights_R = sent[1] if len(sent) > 1 else None
-        return self.wire.send_back(sent[0], weights_R, metadata.handle, alignment=choices.alignment), []
+        alignment = dispatched.choices.alignment
+        return self.wire.send_back(sent[0], weights_R, dispatched.handle, alignment=alignment), []
 
     def _groups(self, landed: Landed, choices: _Choices) -> Groups | None:
         """How groups are padded to their capacity; None without one: the library has padded them."""
@@ -244,24 +243,21 @@ class LibraryHybridEP(Dispatcher):
         sizes = landed.sizes_e.tolist()
         return group_chunks([sizes], self.row_alignment, landed.rows_RD.device, capacity=choices.capacity)
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
+    def finish_dispatch(self, pending: Pending[_Trip]) -> tuple[ExpertBatch, _Dispatched]:
         """Rows as they arrived, padded to a capacity if there is one."""
-        trip: _Trip = pending.detail
-        choices: _Choices = trip.plan.detail
         rows_RD, weights_R = finish(pending)
-        metadata = trip.metadata
-        assert metadata is not None
-        handle = DispatchHandle(plan=trip.plan, detail=metadata)
-        if metadata.groups is not None:
-            return ExpertBatch.of(metadata.groups.regroup(rows_RD, weights_R), metadata.groups), handle
-        counts_e: Tensor = metadata.handle[COUNTS]
+        handle = pending.detail.dispatched
+        assert handle is not None
+        if handle.groups is not None:
+            return ExpertBatch.of(handle.groups.regroup(rows_RD, weights_R), handle.groups), handle
+        counts_e: Tensor = handle.handle[COUNTS]
         batch = ExpertBatch(
             rows_RD=rows_RD,
             row_weights_R=weights_R,
             counts_e=counts_e,
-            offsets_e=on_device(metadata.sizes_e, counts_e.device).cumsum(0, dtype=torch.int32),
-            counts_host=tuple(metadata.sizes_e.tolist()) if choices.budget is None else None,
-            stats=self._stats(metadata.handle, choices),
+            offsets_e=on_device(handle.sizes_e, counts_e.device).cumsum(0, dtype=torch.int32),
+            counts_host=tuple(handle.sizes_e.tolist()) if handle.choices.budget is None else None,
+            stats=self._stats(handle.handle, handle.choices),
         )
         return batch, handle
 
@@ -273,22 +269,20 @@ class LibraryHybridEP(Dispatcher):
             return {"dropped_rows": (choices.choosing_rows - handle[COUNTS].sum()).float()}
         return {"overflow": handle[OVERFLOW].reshape(()).float()}
 
-    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: _Dispatched) -> Pending[int]:
         """Add up each token over its experts here, in the node and between nodes."""
-        choices: _Choices = handle.plan.detail
-        metadata: _Metadata = handle.detail
-        if metadata.groups is not None:
+        if handle.groups is not None:
             # Without the padding to a capacity, which the library does not know.
-            rows_RD = metadata.groups.restore(rows_RD)
+            rows_RD = handle.groups.restore(rows_RD)
         # (R, D) -> (rows, D)
         return start(
             [rows_RD],
-            forward=partial(self._send_back, metadata=metadata, choices=choices),
-            dual=partial(self._send_again, metadata=metadata, choices=choices),
-            detail=choices.num_tokens,
+            forward=partial(self._send_back, dispatched=handle),
+            dual=partial(self._send_again, dispatched=handle),
+            detail=handle.choices.num_tokens,
         )
 
-    def finish_combine(self, pending: Pending) -> Tensor:
+    def finish_combine(self, pending: Pending[int]) -> Tensor:
         """Drop the tokens that pad this rank's: ``(rows, D)`` to ``(T, D)``."""
         (out_TD,) = finish(pending)
         return out_TD[: pending.detail]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
-from moefw.core.stages import DispatchHandle, DispatchPlan, ExpertBatch, Pending, Routing
+from moefw.core.stages import ExpertBatch, Pending, Routing
 from moefw.plugins.dispatchers.budget import Budget, reported
 from moefw.plugins.dispatchers.hybridep.hops import Agreed, Hops, plan_hops
 from moefw.plugins.dispatchers.hybridep.limits import ranks_per_node
@@ -33,7 +33,7 @@ class _Metadata:
 
 
 @final
-class TorchHybridEP(Dispatcher):
+class TorchHybridEP(Dispatcher[_Metadata, _Metadata]):
     """Two hops each way, with weights in dispatch only; ``plan`` exchanges counts and expert ids along both hops."""
 
     def __init__(
@@ -52,7 +52,7 @@ class TorchHybridEP(Dispatcher):
 
     def plan(
         self, routing: Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
-    ) -> DispatchPlan:
+    ) -> _Metadata:
         """Find the nodes and ranks that each token must reach. ``counts`` is unused.
 
         The host waits once.
@@ -73,42 +73,40 @@ class TorchHybridEP(Dispatcher):
             source_N=hops.sources_N,
             counts=hops.counts,
         )
-        return DispatchPlan(detail=_Metadata(hops, arrival, reported(budget, arrival.left_out)))
+        return _Metadata(hops, arrival, reported(budget, arrival.left_out))
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: DispatchPlan) -> Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: _Metadata) -> Pending[_Metadata]:
         """Send one row per (token, node), and the weights of all its choices."""
-        hops: Hops = plan.detail.hops
         # (T, D) and (T, K) -> rows that land in this node, (N', D) and (N', K)
-        return hops.network.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
+        return plan.hops.network.send(x_TD, weights_TK, group=self.experts.group, codec=self.codec, detail=plan)
 
-    def finish_dispatch(self, pending: Pending) -> tuple[ExpertBatch, DispatchHandle]:
+    def finish_dispatch(self, pending: Pending[_Metadata]) -> tuple[ExpertBatch, _Metadata]:
         """Forward the received rows to the ranks of this node, and expand the rows that they forward."""
-        plan: DispatchPlan = pending.detail
-        metadata: _Metadata = plan.detail
+        metadata = pending.detail
         landed_ND, landed_NK = finish(pending)
         # (N', D) and (N', K), which landed in this node -> (N, D) and (N, K), which are for this rank
-        inside = metadata.hops.node.send(landed_ND, landed_NK, group=self.experts.group, codec=self.codec)
+        inside: Pending[None] = metadata.hops.node.send(
+            landed_ND, landed_NK, group=self.experts.group, codec=self.codec
+        )
         rows_ND, weights_NK = finish(inside)
         # -> (R, D) and (R), grouped by expert
         batch = ExpertBatch.of(metadata.arrival.expand(rows_ND, weights_NK), metadata.arrival, metadata.stats)
-        return batch, DispatchHandle(plan=plan)
+        return batch, metadata
 
-    def start_combine(self, rows_RD: Tensor, handle: DispatchHandle) -> Pending:
+    def start_combine(self, rows_RD: Tensor, handle: _Metadata) -> Pending[_Metadata]:
         """Add up each row over its local experts and over its node's ranks, and send back one row per (token, node)."""
-        metadata: _Metadata = handle.plan.detail
-        node = metadata.hops.node
-        network = metadata.hops.network
+        node = handle.hops.node
+        network = handle.hops.network
         group = self.experts.group
         # (R, D) -> (N, D), sums over this rank's experts
-        sums_ND = metadata.arrival.reduce(rows_RD)
+        sums_ND = handle.arrival.reduce(rows_RD)
         # -> (N', D), sums over the ranks of the node, at the rank where the row landed
         (partial_ND,) = finish(exchange([sums_ND], node.received, node.sent, group))
         landed_ND = node.add_up(partial_ND)
-        return exchange([landed_ND], network.received, network.sent, group, detail=metadata)
+        return exchange([landed_ND], network.received, network.sent, group, detail=handle)
 
-    def finish_combine(self, pending: Pending) -> Tensor:
+    def finish_combine(self, pending: Pending[_Metadata]) -> Tensor:
         """Add up each token over its nodes."""
-        metadata: _Metadata = pending.detail
         (rows_ND,) = finish(pending)
         # -> (T, D)
-        return metadata.hops.network.add_up(rows_ND)
+        return pending.detail.hops.network.add_up(rows_ND)

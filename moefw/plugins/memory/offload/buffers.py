@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.errors import PlanError, RunError
-from moefw.runtime.memory.host import in_host_memory
+from moefw.runtime.accounting import in_host_memory
 
 ACTIVATIONS = ("memory policy offload", "activations", "Offload less (fraction, regions), or use to: nvme.")
 """Who allocates, for what, and what to do if there is no memory."""

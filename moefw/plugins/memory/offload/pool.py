@@ -14,7 +14,7 @@ from torch import Tensor
 from moefw.plugins.memory.offload.buffers import UnnamedFiles, host_memory
 from moefw.plugins.memory.offload.span import Span
 from moefw.plugins.memory.offload.streams import Transfers, open_transfers
-from moefw.runtime.memory.host import without_memory
+from moefw.runtime.accounting import without_memory
 from moefw_kernels.devices import runs_ahead
 
 Allocate = Callable[[int], Tensor]

@@ -15,9 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from moefw.core.contracts import MemoryPolicy
 from moefw.plugins.memory.paged_stash.stash import Held, Kind, Stash
+from moefw.runtime.accounting import without_memory
+from moefw.runtime.forward_context import forward_context
 from moefw.runtime.memory.dropped import StandIn, in_backward, stand_in, stay, unpack
-from moefw.runtime.memory.host import without_memory
-from moefw.runtime.memory.static_rows import UNSAVED, StaticRows, current
+from moefw.runtime.memory.static_rows import UNSAVED, StaticRows
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Rows are copied as integers of their size."""
@@ -41,7 +42,7 @@ class StashPolicy(MemoryPolicy):
         def stashed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
-            rows = None if in_backward() else current()
+            rows = None if in_backward() else forward_context().static_rows
             if rows is None:
                 # A rerun for an enclosing region, through which no backward goes, or rows whose number is not static.
                 with saved_tensors_hooks(_keep, unpack):

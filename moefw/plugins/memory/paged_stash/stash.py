@@ -16,7 +16,7 @@ from attrs import frozen
 from torch import Tensor
 
 from moefw.core.errors import RunError
-from moefw.runtime.memory.host import in_host_memory, without_memory
+from moefw.runtime.accounting import in_host_memory, without_memory
 from moefw_kernels.devices import is_gpu, runs_ahead
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
 

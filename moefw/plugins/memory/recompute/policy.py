@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.errors import ContractError
-from moefw.runtime.memory.dropped import Output, current, inside, output_of, stay
+from moefw.runtime.forward_context import entered, forward_context
+from moefw.runtime.memory.dropped import output_of, stay
+from moefw.runtime.memory.outputs import Output
 
 
 class Call(ABC):
@@ -72,7 +74,7 @@ class Run(Call):
         self._region = region
         self._function = function
         self._arguments = Arguments(args, kwargs)
-        self._scope = current()
+        self._context = forward_context()
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         """Shape and dtype of each tensor that the first run saved, and dropped."""
         self._computed: dict[int, Tensor] = {}
@@ -103,8 +105,9 @@ class Run(Call):
                 raise _EnoughError
 
         try:
-            # In the scope of the first run, which knows outputs of other calls by their memory, wherever backward runs.
-            with torch.enable_grad(), inside(self._scope), saved_tensors_hooks(collect, _never):
+            # In the context of the first run, whichever thread runs backward: it knows the outputs of other calls, and
+            # where weight gradients are left.
+            with torch.enable_grad(), entered(self._context), saved_tensors_hooks(collect, _never):
                 result = self._function(*args, **kwargs)
         except _EnoughError:
             result = None
@@ -163,7 +166,8 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ctx.outputs = [Output(tensor, call, index) for index, tensor in enumerate(tensors)]
+        scope = forward_context().outputs
+        ctx.outputs = [Output(tensor, call, index, scope) for index, tensor in enumerate(tensors)]
         ctx.set_materialize_grads(False)
         return tensors
 

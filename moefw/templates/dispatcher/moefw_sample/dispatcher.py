@@ -29,8 +29,8 @@ class Metadata:
 
 
 @final
-class SampleDispatcher(moefw.Dispatcher):
-    """Keeps no state between calls: the plan and the handle hold the data of a movement."""
+class SampleDispatcher(moefw.Dispatcher[Metadata, Metadata]):
+    """Keeps no state between calls: the plan, which is also the handle, holds the data of a movement."""
 
     def __init__(self, experts: ExpertGroup, *, row_alignment: int) -> None:
         self.experts = experts
@@ -38,7 +38,7 @@ class SampleDispatcher(moefw.Dispatcher):
 
     def plan(
         self, routing: moefw.Routing, *, counts: Sequence[Sequence[int]] | None = None, dropless: bool = False
-    ) -> moefw.DispatchPlan:
+    ) -> Metadata:
         """Sort the choices by expert, and send every rank its number of rows for each of its experts."""
         experts = self.experts
         parts_TK = experts.parts(routing.expert_ids_TK)
@@ -54,34 +54,27 @@ class SampleDispatcher(moefw.Dispatcher):
             capacity=sum(of_rank[-1] for of_rank in asked),
         )
         received = [sum(of_rank[:-1]) for of_rank in asked]
-        return moefw.DispatchPlan(
-            detail=Metadata(slots=slots, sent=offered_Pe.sum(1).tolist(), received=received, groups=groups)
-        )
+        return Metadata(slots=slots, sent=offered_Pe.sum(1).tolist(), received=received, groups=groups)
 
-    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: moefw.DispatchPlan) -> moefw.Pending:
+    def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: Metadata) -> moefw.Pending[Metadata]:
         """Send one row per (token, part of an expert), and its weight."""
-        metadata: Metadata = plan.detail
-        rows_ND = gather(x_TD, metadata.slots.rows)
+        rows_ND = gather(x_TD, plan.slots.rows)
         weights = weights_TK.repeat_interleave(self.experts.etp, 1).flatten()
-        weights_N = weights.index_select(0, metadata.slots.slot_R)
-        return exchange([rows_ND, weights_N], metadata.sent, metadata.received, self.experts.group, detail=plan)
+        weights_N = weights.index_select(0, plan.slots.slot_R)
+        return exchange([rows_ND, weights_N], plan.sent, plan.received, self.experts.group, detail=plan)
 
-    def finish_dispatch(self, pending: moefw.Pending) -> tuple[moefw.ExpertBatch, moefw.DispatchHandle]:
+    def finish_dispatch(self, pending: moefw.Pending[Metadata]) -> tuple[moefw.ExpertBatch, Metadata]:
         """Regroup received rows from order (rank, expert, token) to (expert, rank, token)."""
-        plan: moefw.DispatchPlan = pending.detail
-        groups: Groups = plan.detail.groups
+        plan = pending.detail
         rows_ND, weights_N = finish(pending)
-        return moefw.ExpertBatch.of(groups.regroup(rows_ND, weights_N), groups), moefw.DispatchHandle(plan=plan)
+        return moefw.ExpertBatch.of(plan.groups.regroup(rows_ND, weights_N), plan.groups), plan
 
-    def start_combine(self, rows_RD: Tensor, handle: moefw.DispatchHandle) -> moefw.Pending:
+    def start_combine(self, rows_RD: Tensor, handle: Metadata) -> moefw.Pending[Metadata]:
         """Send rows back in the order in which they arrived."""
-        metadata: Metadata = handle.plan.detail
-        return exchange(
-            [metadata.groups.restore(rows_RD)], metadata.received, metadata.sent, self.experts.group, detail=metadata
-        )
+        rows_ND = handle.groups.restore(rows_RD)
+        return exchange([rows_ND], handle.received, handle.sent, self.experts.group, detail=handle)
 
-    def finish_combine(self, pending: moefw.Pending) -> Tensor:
+    def finish_combine(self, pending: moefw.Pending[Metadata]) -> Tensor:
         """Add up each token's rows."""
-        metadata: Metadata = pending.detail
         (rows_ND,) = finish(pending)
-        return gather_sum(rows_ND, metadata.slots.rows)
+        return gather_sum(rows_ND, pending.detail.slots.rows)
