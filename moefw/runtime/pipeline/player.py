@@ -104,7 +104,7 @@ class Player:
 
     def _backward(self, key: Key) -> None:
         stage, number = key
-        with self._collected(key):  # regions that run again leave theirs, too
+        with self._collected(key):  # a region that runs again must save for this pass what its first run saved
             input_grads = self._calls.pop(key).backward(self._grads.pop(key)())
         if self.stages[stage].stage.is_first:
             return
