@@ -35,7 +35,6 @@ from moefw.planner.stages_without_peers import SENT
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.runtime.naming import initialise
 from moefw.runtime.pipeline.player import Player
-from moefw.testing.measured import Measured, measure, measure_here
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import Trained, global_batch, open_model, train, whole_model
 from moefw.testing.training import SMALL
@@ -43,6 +42,7 @@ from moefw.testing.variants import variants
 from moefw.training import checkpoint, micro_batches
 from moefw.training.engine import Engine, evaluate
 from moefw.training.generate import Reader
+from moefw.training.measured import Measured, measure, measure_here
 from pairwise import deep, each_value, quick
 
 SCHEDULES = [one.label for one in variants(Registry())["pipeline"]]
