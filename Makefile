@@ -69,7 +69,7 @@ test-gpu: setup
 	$(BIN)/python benchmarks/on_gpu.py $(ARGS)
 
 test-layouts: setup
-	PYTHONPATH=tests/support $(BIN)/python scripts/layout_table.py
+	PYTHONPATH=tests/support:benchmarks $(BIN)/python scripts/layout_table.py
 
 test-third-party: setup
 	PYTHON=$(BIN)/python scripts/certify_third_party.sh

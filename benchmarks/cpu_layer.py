@@ -20,16 +20,16 @@ from functools import partial
 from statistics import median
 from typing import Any, Final
 
-import goal
-import record
 import torch
-from moe_layer import TINY, Layer, Shape
-from peers import Peer, hugging_face, stacked
-from timing import Way, as_a_rank_on_a_cpu, race
 from torch import Tensor
 from torch.func import functional_call
 
+import goal
+import record
+from moe_layer import TINY, Layer, Shape
 from moefw.runtime.compute.weights import shared_by_micro_batches
+from peers import Peer, hugging_face, stacked
+from timing import Way, as_a_rank_on_a_cpu, race
 
 SHAPES: Final = [
     Shape(tokens=tokens, dim=dim, expert_dim=expert_dim, num_experts=experts, top_k=top_k)

@@ -11,14 +11,14 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import record
-from timing import race
 
+import record
 from moefw.training.data.bpe import train_bpe
 from moefw.training.data.corpus import Document, find_corpus, text_documents
 from moefw.training.data.corpus_ids import write_tokens
 from moefw.training.data.encoding import EncodingProcess
 from moefw.training.data.tokenizers import JsonTokenizer
+from timing import race
 
 
 def main(rounds: int = 3) -> None:

@@ -15,19 +15,19 @@ import sys
 from collections.abc import Mapping
 from typing import Any, get_args
 
-import goal
-import record
 import torch
 from attrs import asdict
-from moe_layer import TINY, Layer, Shape, model_context, off, relative
-from timing import device_to_measure, race
 from torch import Tensor
 
+import goal
 import moefw
+import record
+from moe_layer import TINY, Layer, Shape, model_context, off, relative
 from moefw.core.contracts import Precision
 from moefw.core.records import Pass, Role, RowGroups
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, MXFP8, NVFP4, TENSORS, Gpus
 from moefw.runtime.compute.grouped_mm import grouped_mm
+from timing import device_to_measure, race
 
 RECIPES: Mapping[str, Gpus] = {"fp8-blockwise": BLOCKS_OF_128, "fp8-tensor": TENSORS, "mxfp8": MXFP8, "nvfp4": NVFP4}
 WARM_UP = 5

@@ -13,19 +13,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
-import record
 import torch
 from attrs import asdict
-from fp8_layer import DEEPSEEK
-from moe_layer import TINY, Shape
-from timing import device_to_measure, race
 from torch import Tensor
 
+import record
+from fp8_layer import DEEPSEEK
+from moe_layer import TINY, Shape
 from moefw_kernels.permute import RowMap, arrange, gather
 from moefw_kernels.permute_quantize import permute_quantize
 from moefw_kernels.quantize import Quantized, Scales, quantize_rows
 from moefw_kernels.swiglu import weighted_swiglu
 from moefw_kernels.swiglu_quantize import swiglu_quantize
+from timing import device_to_measure, race
 
 WARM_UP = 5
 Way = Callable[[], Quantized]

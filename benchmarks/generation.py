@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import record
 import torch
-from timing import race
 from torch import nn
 
+import record
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import open_model
 from moefw.training.generate import Reader
+from timing import race
 
 PRESETS = {"gqa": "qwen3-moe-tiny", "mla": "deepseek-v3-tiny"}
 PROMPT = 100

@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+from attrs import asdict, evolve
+from torch import Tensor
+
 import goal
 import peers
 import record
-import torch
 import traced
-from attrs import asdict, evolve
 from moe_layer import TINY, Layer, Shape, off
-from timing import device_to_measure, race
-from torch import Tensor
-
 from moefw.runtime.compute.weights import shared_by_micro_batches
+from timing import device_to_measure, race
 
 BF16 = {"use": "bf16"}
 SHAPES = {

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-import record
 import torch
 from torch import Tensor
 
+import record
 from moefw_kernels.quantize import BlockScales, quantize_nvfp4
 from moefw_kernels.random import token_keys
 

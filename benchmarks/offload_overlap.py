@@ -12,20 +12,20 @@ import argparse
 import sys
 from typing import Any
 
-import goal
-import record
 import torch
-import traced
-from moe_layer import draw, grad_of
-from timing import device_to_measure, race
 from torch import Tensor
 
+import goal
+import record
+import traced
+from moe_layer import draw, grad_of
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.core.stages import Batch
+from timing import device_to_measure, race
 
 REGIONS = ["attn_norm", "mlp_norm"]
 OFFLOAD = [{"use": "offload", "regions": REGIONS}]

@@ -29,9 +29,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 import goal
 import record
-import torch
 
 ROOT = Path(__file__).parent.parent
 CARRIED = ROOT / ".offline"

@@ -11,14 +11,14 @@ import argparse
 import sys
 from typing import Any, final
 
-import record
 import torch
 import torch.distributed as dist
-from moe_layer import draw, grad_of, off
-from timing import device_to_measure
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import record
+from dispatchers import DISPATCHERS
+from moe_layer import draw, grad_of, off
 from moefw.compose.build import ModelParts, Shared
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
@@ -27,8 +27,8 @@ from moefw.core.contracts import Layout, LayoutPlan
 from moefw.core.site import Machine
 from moefw.core.stages import Batch
 from moefw.runtime.naming import canonical_parameters
-from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.oracle import Rule, dense_moe
+from timing import device_to_measure
 
 TOKENS = 131
 TOP_K = 2

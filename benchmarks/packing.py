@@ -14,17 +14,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import record
 from attrs import evolve, frozen
 from rich.console import Console
 from rich.table import Table
 
+import record
 from moefw.core.site import Dims
 from moefw.runtime.parallel.cp_blocks import block_sizes
-from moefw.testing.packed_text import read_packs
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, short_run
 from moefw.training.data.packing.schedule import Pack, Room, schedule, token_work
+from packed_text import read_packs
 
 LONGEST = 32768
 MEDIAN = 1024

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 
 import torch
-from moe_layer import Layer, Shape
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from moe_layer import Layer, Shape
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Tokens (T, D), ids int64 (T, K) and weights bf16 (T, K) to the output (T, D)."""

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-import record
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+import record
 from moefw.core.stages import Batch
 from moefw.plugins.gemm.grouped.experts import _In, _Out
 from moefw.runtime.compute.casts import FP32Recipe

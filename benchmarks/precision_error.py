@@ -14,13 +14,13 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import record
 import torch
 from attrs import asdict, frozen
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+import record
 from moefw.core.stages import Batch
 from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.naming import canonical_parameters, initialise

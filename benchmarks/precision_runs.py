@@ -21,8 +21,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import record
 from matplotlib.figure import Figure
+
+import record
 
 ROOT = Path(__file__).parent.parent
 SPEC = ROOT / "benchmarks" / "precision_runs.yaml"

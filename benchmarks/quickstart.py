@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import record
 from ruamel.yaml import YAML
 
+import record
 from moefw.training.metrics import read_metrics
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"

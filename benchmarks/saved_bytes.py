@@ -14,7 +14,6 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import record
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+import record
 from moefw.core.stages import Batch
 from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import LayerCase, build_layer

@@ -29,13 +29,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import record
 from attrs import asdict, frozen
-from soak_faults import KINDS, Planned, draw, flip_a_bit
 
+import record
 from moefw.commands import specs
-from moefw.testing.training_process import TRAIN, Ended, TrainingProcess, checkpoints, history, last_step, newest
 from moefw.training.metrics import read_metrics
+from soak_faults import KINDS, Planned, draw, flip_a_bit
+from training_process import TRAIN, Ended, TrainingProcess, checkpoints, history, last_step, newest
 
 SPEC = Path(__file__).with_name("soak.yaml")
 SETTLED = 200

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from moefw.testing.training_process import TrainingProcess
+from training_process import TrainingProcess
 
 DISK_BYTES = 1 << 20
 """Largest file on the full disk: metrics and output fit, a shard of a checkpoint does not."""

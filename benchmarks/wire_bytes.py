@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import record
 import torch
 from attrs import asdict, frozen
 from rich.console import Console
@@ -20,12 +19,14 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import record
+from dispatchers import dispatch_assembly
+from minima import Scheme, distinct, inside
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared
 from moefw.testing.counting import Link, Movement, Sent, Traffic
-from moefw.testing.minima import Scheme, distinct, inside
 from moefw.testing.threads import thread_world
-from moefw.testing.wire import count_bytes, dispatch_assembly, open_dispatcher
+from moefw.testing.wire import count_bytes, open_dispatcher
 
 DISPATCHERS: dict[str, dict[str, Any]] = {
     "allgather": {},

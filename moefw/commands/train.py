@@ -119,7 +119,7 @@ def _open_ledger(assembly: Assembly) -> None:
     show(predicted)
     write(assembly, predicted=predicted.to_data())
     if assembly.site.machine.device == "cpu":
-        from moefw.testing.measured import measure
+        from moefw.training.measured import measure
 
         measured = measure(assembly)
         plain = {"saved": measured.saved_bytes, "regions": measured.by_region(), "peak_place": str(measured.peak_place)}

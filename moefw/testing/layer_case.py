@@ -37,14 +37,6 @@ from moefw.testing.oracle import Rule, Truth, dense_moe
 from moefw.testing.poisoned import poisoned_memory
 from moefw_kernels.random import token_keys, uniform
 
-DISPATCHERS: Mapping[str, Mapping[str, Any]] = {
-    "allgather": {"use": "allgather"},
-    "alltoall": {"use": "alltoall"},
-    "deepep": {"use": "deepep", "backend": "torch"},
-    "hybridep": {"use": "hybridep", "backend": "torch"},
-}
-"""The built-in dispatchers, with backends that run on any machine."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:

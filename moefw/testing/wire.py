@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 import torch
 from attrs import evolve
@@ -15,28 +14,7 @@ from moefw.compose.build import Shared, bare_context
 from moefw.core.contracts import Dispatcher, Layout
 from moefw.core.stages import Routing
 from moefw.testing.counting import Counting, Traffic
-from moefw.testing.layer_case import LayerCase
 from moefw.testing.threads import subgroup
-
-
-def dispatch_assembly(
-    use: str,
-    *,
-    ep: int,
-    etp: int = 1,
-    num_experts: int,
-    top_k: int,
-    dim: int,
-    options: Mapping[str, Any] | None = None,
-    precision: Mapping[str, Any] | None = None,
-) -> Assembly:
-    """Assembly of ``ep * etp`` ranks with the registered dispatcher ``use``. Raises the errors of resolve."""
-    parts: dict[str, Any] = {
-        "dispatch": {"use": use, **(options or {})},
-        "parallel": {"experts": {"ep": ep, "etp": etp}},
-    }
-    parts |= {"precision": dict(precision)} if precision else {}
-    return LayerCase(tokens=(1,) * (ep * etp), num_experts=num_experts, top_k=top_k, dim=dim, parts=parts).assemble()
 
 
 def open_dispatcher(

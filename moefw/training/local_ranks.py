@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
@@ -22,7 +22,7 @@ from moefw.training.faults.patience import Stillness
 from moefw.training.faults.rank_files import record_file, stack_file
 from moefw.training.faults.record import Record, read_record
 from moefw.training.faults.requests import StopRequests
-from moefw.training.faults.stacks import keep_others
+from moefw.training.faults.stacks import is_whole, keep_others
 
 _LOOK_S: Final = 0.05
 _SEEN_S: Final = 0.2
@@ -30,6 +30,8 @@ _SEEN_S: Final = 0.2
 _WORD_S: Final = 10.0
 """Time for a rank that left to report why, after the others lost contact with it."""
 _STACKS_S: Final = 1.0
+_WRITES_S: Final = 0.25
+"""Time for a rank to write its stacks before it is asked again."""
 
 
 @final
@@ -125,19 +127,27 @@ class LocalRanks:
         raise RunError(evolve(problem, what=f"{problem.what} {stacks}"))
 
     def _take_stacks(self, ranks: Sequence[int]) -> str:
-        """Let ranks write their stacks, and return where these are. A stopped rank is continued to write its own."""
-        files = [stack_file(self._folder, rank) for rank in ranks]
-        _send(signal.SIGUSR2, [self._processes[rank] for rank in ranks])
-        _send(signal.SIGCONT, self._processes)
+        """Let ranks write their stacks, and return where these are. A stopped rank is continued to write its own.
+
+        A rank whose stacks break off is asked again, and appends them anew.
+        """
+        files = {rank: stack_file(self._folder, rank) for rank in ranks}
         deadline = time.monotonic() + _STACKS_S
-        sizes: list[int] = []
-        while time.monotonic() < deadline:
-            before = sizes
-            sizes = [file.stat().st_size for file in files]
-            if all(sizes) and sizes == before:
-                break
-            time.sleep(_LOOK_S)
-        return keep_others(files, Path(self._run.dir))
+        asked = ranks
+        while asked and time.monotonic() < deadline:
+            _send(signal.SIGUSR2, [self._processes[rank] for rank in asked])
+            _send(signal.SIGCONT, self._processes)
+            asked = _broken_off(files, until_s=time.monotonic() + _WRITES_S)
+        return keep_others([*files.values()], Path(self._run.dir))
+
+
+def _broken_off(files: Mapping[int, Path], *, until_s: float) -> list[int]:
+    """Ranks whose files of stacks are not whole by then."""
+    while True:
+        ranks = [rank for rank, file in files.items() if not is_whole(file.read_text(errors="replace"))]
+        if not ranks or time.monotonic() > until_s:
+            return ranks
+        time.sleep(_LOOK_S)
 
 
 def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:

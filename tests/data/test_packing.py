@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefw import DataError, Dims, TokenStream
-from moefw.testing.packed_text import MIXED, Documents
 from moefw.training.data.blend.source import BlendSource
 from moefw.training.data.packing.schedule import Room, schedule, token_work
 from moefw.training.data.packing.sequences import SequenceOrder, document_parts, sequence_order
+from packed_text import MIXED, Documents
 
 
 def room(dp: int, cp: int, tokens: int, *, tp: int = 1, static: bool = False, token_work: float = 8.0) -> Room:

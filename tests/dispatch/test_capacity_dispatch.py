@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from moefw.testing.layer_case import DISPATCHERS, LayerCase, assert_matches, received, solve, truth
+from dispatchers import DISPATCHERS
+from moefw.testing.layer_case import LayerCase, assert_matches, received, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
 from pairwise import each_value, pairwise

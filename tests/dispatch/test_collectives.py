@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from dispatchers import dispatch_assembly
 from moefw.compose.build import Shared, bare_context
 from moefw.core.errors import ContractError
 from moefw.testing import threads
@@ -20,7 +21,7 @@ from moefw.testing.counting import Counting, Sent, Traffic
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.dispatch_recording import Recording
 from moefw.testing.threads import subgroup, thread_world
-from moefw.testing.wire import OneGroup, dispatch_assembly
+from moefw.testing.wire import OneGroup
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -14,6 +14,7 @@ import copies
 import unordered_dispatchers
 from broken_dispatchers import BROKEN, Broken
 from broken_movements import ON_REAL_RANKS
+from dispatchers import DISPATCHERS
 from in_any_order import InAnyOrder
 from moefw.compose.registry import Registry
 from moefw.plugins.dispatchers.allgather import AllGather
@@ -21,7 +22,6 @@ from moefw.plugins.dispatchers.alltoall import AllToAll
 from moefw.plugins.dispatchers.deepep import DeepEP
 from moefw.plugins.dispatchers.hybridep import HybridEP
 from moefw.testing import DispatcherSuite
-from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.base import PROFILES, Profile
 from static_alltoall import ROOM, StaticAllToAll

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from dispatchers import DISPATCHERS
 from moefw.testing.host_waits import available
-from moefw.testing.layer_case import DISPATCHERS, LayerCase, solve
+from moefw.testing.layer_case import LayerCase, solve
 from moefw.testing.layer_waits import layer_waits
 from moefw.testing.pool import RankPool
 

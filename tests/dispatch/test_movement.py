@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dispatchers import DISPATCHERS
 from moefw.core.stages import Batch
 from moefw.runtime.communication.movement import finish, start
-from moefw.testing.layer_case import DISPATCHERS, LayerCase, build_layer, routed
+from moefw.testing.layer_case import LayerCase, build_layer, routed
 from moefw.testing.pool import RankPool
 
 TWO_RANKS = {"parallel": {"experts": {"ep": 2}}}

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
+from dispatchers import dispatch_assembly
+from minima import Scheme, distinct, inside
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared
 from moefw.compose.registry import Registry
 from moefw.core.stages import Routing
 from moefw.testing.counting import Counting, Movement, Sent, Traffic
-from moefw.testing.minima import Scheme, distinct, inside
 from moefw.testing.pool import RankPool
 from moefw.testing.threads import thread_world
-from moefw.testing.wire import count_bytes, dispatch_assembly, open_dispatcher
+from moefw.testing.wire import count_bytes, open_dispatcher
 from pairwise import each_value
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"deepep": {"backend": "torch"}, "hybridep": {"backend": "torch"}}

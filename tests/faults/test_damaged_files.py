@@ -12,7 +12,7 @@ from attrs import frozen
 
 from command_line import Said, say
 from kill_chain import train
-from moefw.testing.training_process import checkpoints
+from training_process import checkpoints
 
 STEPS, EVERY, BITS = 4, 2, 2
 OVERRIDES = (

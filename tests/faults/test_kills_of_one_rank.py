@@ -13,7 +13,7 @@ from attrs import frozen
 
 import kill_chain
 from kill_chain import EVERY, RANKS, KillChain, Unbroken, compiled, train
-from moefw.testing.training_process import newest
+from training_process import newest
 
 SHIM = Path(kill_chain.__file__).with_name("kill_in_save.c")
 

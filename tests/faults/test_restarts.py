@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kill_chain import EVERY, QUICK, RANKS, STEPS, Unbroken
-from moefw.testing.training_process import TrainingProcess, checkpoints, history, newest
+from training_process import TrainingProcess, checkpoints, history, newest
 
 CHANCE = random.Random(3)
 KILLS = [(CHANCE.randrange(RANKS), EVERY + CHANCE.randrange(2 * EVERY)) for _ in range(3)]

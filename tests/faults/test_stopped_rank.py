@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kill_chain import EVERY, RANKS, STEPS, Unbroken, train
-from moefw.testing.training_process import checkpoints, history
+from training_process import checkpoints, history
 
 TIMEOUT_S = 5.0
 NAMED_S = 1.0

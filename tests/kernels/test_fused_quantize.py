@@ -15,6 +15,7 @@ import torch
 from test_quantize_kernels import awkward, same
 from torch import Tensor
 
+from dispatchers import DISPATCHERS, dispatch_assembly
 from moefw.compose.build import Shared
 from moefw.core.contracts import Precision
 from moefw.core.records import RowGroups
@@ -26,9 +27,9 @@ from moefw.plugins.precision.quantized.encoders import MX, Blockwise, Encoder, P
 from moefw.plugins.precision.quantized.recipe import EmulatedRecipe, QuantizedRecipe
 from moefw.plugins.precision.quantized.scaled import ScaledRecipe
 from moefw.runtime.communication.movement import finish, start, stay
-from moefw.testing.layer_case import DISPATCHERS, LayerCase, solve
+from moefw.testing.layer_case import LayerCase, solve
 from moefw.testing.threads import thread_world
-from moefw.testing.wire import dispatch_assembly, open_dispatcher
+from moefw.testing.wire import open_dispatcher
 from moefw_kernels import permute_quantize as permute_package
 from moefw_kernels.permute import RowMap, arrange, gather, group_chunks, sort_slots
 from moefw_kernels.permute_quantize import permute_quantize

@@ -25,7 +25,7 @@ from moefw.commands.plan import plan
 from moefw.core.errors import PlanError
 from moefw.core.plugin import DispatcherPlugin
 from moefw.planner import Ledger, ledger
-from moefw.testing.measured import measure
+from moefw.training.measured import measure
 from pairwise import deep, quick
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

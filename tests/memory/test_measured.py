@@ -11,9 +11,9 @@ import pytest
 from fake_steps import fake_assembly
 from memory_cases import qwen3_235b
 from moefw.core.errors import ContractError
-from moefw.testing.measured import Measured, measure, measure_here
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL
+from moefw.training.measured import Measured, measure, measure_here
 from pairwise import deep
 
 TOKENS, DIM, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, TOP_K, EXPERT_DIM = 32, 32, 4, 2, 8, 8, 2, 16

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dispatchers import DISPATCHERS
 from memory_cases import assert_same, offload, recompute, run
-from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.memory_case import Observed
 

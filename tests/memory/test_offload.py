@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dispatchers import DISPATCHERS
 from memory_cases import PRECISIONS, Allocations, assert_same, model_case, offload, recompute, run
 from moefw.plugins.memory.offload.pool import Pool, open_pool
-from moefw.testing.layer_case import DISPATCHERS, LayerCase, build_layer, received
+from moefw.testing.layer_case import LayerCase, build_layer, received
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
 from moefw.testing.suites.watch import same_bits

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dispatchers import DISPATCHERS
 from memory_cases import PRECISIONS, Allocations, assert_same, model_case, offload, recompute, run
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.errors import ContractError, PlanError
@@ -23,7 +24,6 @@ from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory import dropped
-from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
 from pairwise import each_value

@@ -10,10 +10,10 @@ from fake_steps import fake_assembly
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.parallel.unsharded_gradients import added_up_unsharded
 from moefw.testing.layer_case import LayerCase
-from moefw.testing.measured import measure_here
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
 from moefw.testing.training import SMALL, short_run
+from moefw.training.measured import measure_here
 from pairwise import quick
 
 ALL = {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}

@@ -12,9 +12,9 @@ import pytest
 
 from moefw import Batch
 from moefw.compose.build import open_layout
-from moefw.testing.packed_text import read_packs
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
+from packed_text import read_packs
 from pairwise import deep
 from resolved_specs import resolved
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from dispatchers import DISPATCHERS
 from memory_cases import Allocations, offload, recompute
 from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.forward_context import forward_with
-from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.suites.watch import same_bits

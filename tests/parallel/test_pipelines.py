@@ -35,7 +35,6 @@ from moefw.planner.stages_without_peers import SENT
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.runtime.naming import initialise
 from moefw.runtime.pipeline.player import Player
-from moefw.testing.measured import Measured, measure, measure_here
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import Trained, global_batch, open_model, train, whole_model
 from moefw.testing.training import SMALL
@@ -43,6 +42,7 @@ from moefw.testing.variants import variants
 from moefw.training import checkpoint, micro_batches
 from moefw.training.engine import Engine, evaluate
 from moefw.training.generate import Reader
+from moefw.training.measured import Measured, measure, measure_here
 from pairwise import deep, each_value, quick
 
 SCHEDULES = [one.label for one in variants(Registry())["pipeline"]]
@@ -133,7 +133,7 @@ def trained(pool: RankPool, world: int, steps: int, **given: Any) -> list[Traine
     return pool.run(train, world, whole_model(world, parts=given, plugins=(), sizes=SIZES), steps)
 
 
-def assert_alike(found: list[Trained], alone: Trained) -> None:
+def assert_results_alike(found: list[Trained], alone: Trained) -> None:
     for rank in found:
         for got, wanted in zip(rank.results, alone.results, strict=True):
             assert got.loss == pytest.approx(wanted.loss, rel=2e-6)
@@ -142,6 +142,10 @@ def assert_alike(found: list[Trained], alone: Trained) -> None:
             assert got.load_LE == wanted.load_LE
             assert got.counts == wanted.counts
             assert got.tokens == wanted.tokens
+
+
+def assert_alike(found: list[Trained], alone: Trained) -> None:
+    assert_results_alike(found, alone)
     last = {name: tensor for rank in found for name, tensor in rank.last.items()}
     assert last.keys() == alone.last.keys()
     assert max((last[name] - weight).abs().max() for name, weight in alone.last.items()) <= WEIGHTS
@@ -156,6 +160,15 @@ def test_statistics_losses_and_biases_of_routers_are_those_of_one_stage(
 ) -> None:
     (alone,) = trained(pool, 1, 2, **parts(None))
     assert_alike(trained(pool, 2, 2, **parts(schedule, memory=memory)), alone)
+
+
+def test_a_region_that_runs_again_saves_what_its_weight_gradients_need_later(pool: RankPool) -> None:
+    """A GEMM whose weight FSDP gathers saves other tensors if its weight gradient has a pass of its own."""
+    train = {**TRAIN, "tokens_per_step": 2 * TRAIN["tokens_per_step"]}
+    (alone,) = trained(pool, 1, 2, **parts(None, train=train))
+    sharded = parts("zero-bubble", train=train, memory=[recompute("attention")])
+    sharded["parallel"] = {"pp": 2, "dense": {"shard": "all"}}
+    assert_results_alike(trained(pool, 4, 2, **sharded), alone)
 
 
 def test_every_stage_runs_again_without_budgets_where_rows_of_one_overflow(pool: RankPool) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import moefw
+from dispatchers import DISPATCHERS
 from moefw.core.contracts import Precision
 from moefw.runtime.compute.product import SharedInput
-from moefw.testing.layer_case import DISPATCHERS, LayerCase, Outcome, assert_matches, solve
+from moefw.testing.layer_case import LayerCase, Outcome, assert_matches, solve
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import open_context
 from moefw.testing.suites.watch import same_bits

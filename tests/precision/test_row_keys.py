@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import nvfp4_oracle as oracle
+from dispatchers import DISPATCHERS
 from moefw.core.stages import ExpertBatch
 from moefw.runtime.compute.row_keys import keyed
-from moefw.testing.layer_case import DISPATCHERS, LayerCase, this_rank
+from moefw.testing.layer_case import LayerCase, this_rank
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from pairwise import each_value

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import moefw
 from codes_stay import dequantize_in_kernel_alone
+from dispatchers import DISPATCHERS
 from moefw.compose.machine import this_machine
 from moefw.core.contracts import Precision
 from moefw.core.records import Pass, Role, RowGroups
@@ -33,7 +34,7 @@ from moefw.plugins.precision.quantized.fp8_blockwise import FP8Blockwise
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, Gpus
 from moefw.plugins.precision.quantized.recipe import Activations, EmulatedRecipe
 from moefw.plugins.precision.quantized.scaled import ScaledRecipe
-from moefw.testing.layer_case import DISPATCHERS, LayerCase, Outcome, solve
+from moefw.testing.layer_case import LayerCase, Outcome, solve
 from moefw_kernels.grouped_gemm import blockwise_grouped_mm
 from outcomes import assert_near
 from scaled_mm_of_hopper import ROW, SQUARE, Hopper

@@ -10,16 +10,17 @@ import torch
 from test_low_precision import WORLDS, tolerance
 from torch import Tensor
 
+from dispatchers import DISPATCHERS, dispatch_assembly
+from minima import Scheme
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared
 from moefw.core.contracts import Codec
 from moefw.core.errors import PlanError
 from moefw.testing.counting import Traffic
-from moefw.testing.layer_case import DISPATCHERS, LayerCase, assert_matches, build_layer, solve
-from moefw.testing.minima import Scheme
+from moefw.testing.layer_case import LayerCase, assert_matches, build_layer, solve
 from moefw.testing.pool import RankPool
 from moefw.testing.threads import thread_world
-from moefw.testing.wire import count_bytes, dispatch_assembly, open_dispatcher
+from moefw.testing.wire import count_bytes, open_dispatcher
 from pairwise import each_value
 from quantized_oracle import FORMATS, Format, InFP32, quantized_truth, solve_many
 

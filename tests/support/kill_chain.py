@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import frozen
 
-from moefw.testing.training_process import TRAIN, TrainingProcess, checkpoints, history, newest
+from training_process import TRAIN, TrainingProcess, checkpoints, history, newest
 
 EVERY, STEPS = 6, 260
 """Steps between checkpoints, and of the run: enough for twenty starts of at most ``2 * EVERY`` steps each."""

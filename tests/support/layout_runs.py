@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
+from dispatchers import DISPATCHERS
 from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import Problem
-from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
 

@@ -28,7 +28,7 @@ from moefw.core.plugin import MemoryPlugin
 from moefw.core.site import Machine
 from moefw.planner import Ledger, ledger
 from moefw.planner.report import Work
-from moefw.testing.measured import Measured, measure
+from moefw.training.measured import Measured, measure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_dispatcher"
 sys.path.insert(0, str(EXAMPLE))

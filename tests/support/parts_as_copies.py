@@ -15,7 +15,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import on_gpu  # noqa: E402
-
 from copies import Copy  # noqa: E402
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from dispatchers import DISPATCHERS
 from moefw.runtime.naming import initialise
-from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
 from pairwise import each_value

@@ -19,16 +19,23 @@ from moefw.core.errors import PlanError, RunError
 from moefw.training import local_ranks
 from moefw.training.errors import StoppedError
 from moefw.training.faults.requests import StopRequests
+from moefw.training.faults.stacks import is_whole
 from moefw.training.launcher import check_room, run_local_ranks
 
-RANK = """
+HEADER = "Current thread 0x00007f16407bbb80 (most recent call first):\n"
+FRAME = '  File "rank.py", line 9 in <module>\n'
+RANK = (
+    f"""
+HEADER, FRAME = {HEADER!r}, {FRAME!r}
+"""
+    + """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 from moefw.core.errors import RunError
 from moefw.training.errors import LostContactError, StoppedError
 from moefw.compose.spec.sections import RunSpec
 from moefw.training.faults import watch
-from moefw.training.faults.rank_files import meeting_folder
+from moefw.training.faults.rank_files import meeting_folder, stack_file
 from moefw.training.faults.rank import watched
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stamps import stamp
@@ -52,6 +59,12 @@ def waits_for_others():
 def hangs(how):
     stamp("data", step=7)
     how()
+
+def breaks_off_at_first():
+    stacks = [HEADER, HEADER + FRAME]
+    with stack_file(meeting_folder(), place.rank).open("a") as file:
+        signal.signal(signal.SIGUSR2, lambda *_: (file.write(stacks.pop(0)), file.flush()))
+        hangs(lambda: [time.sleep(1) for _ in range(60)])
 
 def is_done():
     stamp("plots", step=7)
@@ -106,6 +119,7 @@ with StopRequests(resumable=lambda: False, launched=True) as requests:
         code = left.code
 os._exit(code)
 """
+)
 
 
 @pytest.fixture
@@ -161,6 +175,21 @@ def test_a_stopped_rank_is_named_and_leaves_its_stack(run: RunSpec) -> None:
     assert said.startswith("rank 1 (")
     assert "step 7, data; its process is stopped; rank 0 waits" in said
     assert "in hangs" in Path(run.dir, "stacks", "rank-1.txt").read_text()
+
+
+OTHER_THREAD = 'Thread 0x00007f163fb3d6c0 (most recent call first):\n  File "threading.py", line 1002 in _bootstrap\n\n'
+
+
+@pytest.mark.parametrize("outermost", ["<module>", "_run_module_as_main"])
+def test_stacks_are_whole_when_they_end_with_the_outermost_frame_of_the_main_thread(outermost: str) -> None:
+    whole = OTHER_THREAD + HEADER + f'  File "rank.py", line 4 in hangs\n  File "rank.py", line 9 in {outermost}\n'
+    assert is_whole(whole)
+    assert not any(is_whole(whole[:length]) for length in range(len(whole)))
+
+
+def test_a_rank_whose_stacks_break_off_is_asked_again(run: RunSpec) -> None:
+    complaint(run, "waits_for_others()", "breaks_off_at_first()")
+    assert Path(run.dir, "stacks", "rank-1.txt").read_text() == HEADER + HEADER + FRAME
 
 
 def test_a_rank_that_waits_is_excused_while_another_gets_on(run: RunSpec) -> None:

@@ -20,11 +20,11 @@ import torch
 
 import copies
 from command_here import complaint, moefw_says
+from dispatchers import DISPATCHERS
 from moefw.cli import main
 from moefw.commands import specs
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.runtime.naming import initialise
-from moefw.testing.layer_case import DISPATCHERS
 from moefw.testing.pool import RankPool
 from moefw.training.session import Session
 from moefw.training.trainer import Trainer

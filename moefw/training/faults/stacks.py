@@ -7,10 +7,13 @@ import faulthandler
 import os
 import shutil
 from pathlib import Path
+from typing import Final
 
 from moefw.system.files import replaced_file
 
 STACKS = "stacks"
+_OUTERMOST: Final = ("in <module>\n", "in _run_module_as_main\n", "  ...\n")
+"""Ends of the stack of a main thread: a script, ``python -m``, and what is deeper than faulthandler writes."""
 
 
 def keep_own(run_dir: Path, rank: int) -> str:
@@ -34,6 +37,14 @@ def keep_others(files: list[Path], run_dir: Path) -> str:
     except OSError as error:
         return _why_not(error)
     return _where(folder)
+
+
+def is_whole(stacks: str) -> bool:
+    """Whether stacks that faulthandler wrote go on to the outermost frame of the main thread, which it writes last.
+
+    They break off while faulthandler is still writing, and where it read a frame that another thread was changing.
+    """
+    return stacks.endswith(_OUTERMOST)
 
 
 def _folder(run_dir: Path) -> Path:

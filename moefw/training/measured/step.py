@@ -29,8 +29,8 @@ from moefw.runtime.accounting import done_for_step
 from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.local_shards import local
 from moefw.runtime.parallel.unsharded_gradients import accumulators
-from moefw.testing.measured.report import Measured, Saved
 from moefw.training.engine import Engine
+from moefw.training.measured.report import Measured, Saved
 from moefw.training.micro_batches import PASSES
 
 _ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
