@@ -1,1 +1,1 @@
-"""Faults of a run: a rank hangs, dies, leaves or is asked to stop, a value is not finite, a plugin misbehaves."""
+"""Faults of a run: a rank hangs, dies, leaves or is asked to stop, a value is not finite."""
