@@ -19,7 +19,7 @@ from attrs import frozen
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from moefw.compose.process_state import kept
+from moefw.compose.process_state import unchanged
 from moefw.compose.spec.sections import inner_plugins
 from moefw.compose.spec.structure import require_readable
 from moefw.core import hooks
@@ -134,7 +134,7 @@ class Registry:
         torch_was_there = "torch" in sys.modules
         began = time.perf_counter()
         try:
-            with _as_it_was(offer.distribution, what):
+            with _unchanged_by(offer.distribution, what):
                 module = offer.entry.load()
         except PluginError:
             raise
@@ -253,11 +253,11 @@ class Registry:
     def calling(self, plugin: Plugin, method: str) -> Iterator[None]:
         """Enter a call of a plugin before training.
 
-        Raises PluginError if the call changes shared process state, or fails to import a module.
+        Raises PluginError if the call changes settings of torch that all share, or fails to import a module.
         """
         part = self.accountable(plugin)
         try:
-            with _as_it_was(part.distribution, f"{part} breaks its contract in {method}"):
+            with _unchanged_by(part.distribution, f"{part} breaks its contract in {method}"):
                 yield
         except (ImportError, SyntaxError) as error:
             what = f"{part} fails to import a module in {method}: {type(error).__name__}: {error}."
@@ -285,9 +285,8 @@ class Registry:
             distribution, version = self._owners[id(implementation.plugin)]
             who = f"a plugin of {distribution} {version} breaks its contract in moefw_check"
             try:
-                with _as_it_was(distribution, who):
-                    answer: Any = implementation.function(*(assembly for _ in implementation.argnames))
-                    answer = list(answer)
+                answer: Any = implementation.function(*(assembly for _ in implementation.argnames))
+                answer = list(answer)
                 wrong = [item for item in answer if not isinstance(item, Problem)]
                 if wrong:
                     raise TypeError(f"{wrong[0]!r} is not a Problem")
@@ -299,38 +298,29 @@ class Registry:
                 raise PluginError(what, f"Mend or uninstall {distribution}.") from error
         return problems
 
-    def notify(
-        self,
-        hook: str,
-        *,
-        place: str,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-        **arguments: Any,
-    ) -> None:
-        """Call an observer hook inside ``around()``, each observer with a copy of the arguments.
+    def notify(self, hook: str, *, place: str, **arguments: Any) -> None:
+        """Call an observer hook, each observer with a copy of the arguments.
 
-        An observer that raises, or for which ``around()`` raises, is logged once, with ``place``, and not called again.
-        The run continues.
+        An observer that raises is logged once, with ``place``, and not called again. The run continues.
         """
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             if id(implementation.plugin) in self._silenced:
                 continue
             own_arguments = deepcopy({name: arguments[name] for name in implementation.argnames})
             try:
-                with around():
-                    implementation.function(**own_arguments)
+                implementation.function(**own_arguments)
             except (Exception, SystemExit) as error:
                 self._silenced.add(id(implementation.plugin))
                 distribution, version = self._owners[id(implementation.plugin)]
                 who = f"an observer of {distribution} {version} fails in {place} and is not called again"
-                _log.error("%s: %s", who, error, exc_info=not isinstance(error, MoefwError))
+                _log.error("%s: %s", who, error, exc_info=True)
 
 
-def _as_it_was(distribution: str, who: str) -> AbstractContextManager[None]:
-    """Enter code of a distribution. Raises PluginError, starting with ``who``, if it changes shared process state."""
+def _unchanged_by(distribution: str, who: str) -> AbstractContextManager[None]:
+    """Enter code of a distribution. Raises PluginError, starting with ``who``, if it changes settings of torch."""
     if distribution == OURS:
         return nullcontext()
-    return kept(lambda what: PluginError(f"{who}: {what}", f"Mend or uninstall {distribution}."), draws=True)
+    return unchanged(lambda what: PluginError(f"{who}: {what}", f"Mend or uninstall {distribution}."))
 
 
 def _allowed(environment: Mapping[str, str]) -> Callable[[str], bool]:

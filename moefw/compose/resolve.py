@@ -18,8 +18,9 @@ from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
 from moefw.compose.routes import route_problems
 from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, over, plugin_fields, with_defaults
-from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, depends_on_unread, key_path, read_spec_file, show
+from moefw.compose.spec.source import KeyPath, Marks, Tree, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
+from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.compose.stages import stage_problems
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
@@ -81,10 +82,10 @@ def assemble_tree(
     spec = structure(Spec, tree, (), marks, work.problems[SpecError])
     assert spec is not None, "every section is a choice or has a default"
     work.choose(spec)
-    device = spec.run.device
+    device = "auto" if spec.run is UNKNOWN or spec.run.device is UNKNOWN else spec.run.device
     work.check_regions()
     layout = work.lay_out(world)
-    machine = machine or this_machine(device if isinstance(device, str) else "auto")
+    machine = machine or this_machine(device)
     site, layers = work.fit(layout, machine, trains=trains)
     if layout is not None:
         with work.asking(()):
@@ -132,7 +133,8 @@ class _Statements:
 class _Resolution:
     """Resolves as much as possible and collects the problems, each once.
 
-    Left out is what depends on an unreadable value (``UNREAD``), and a misfit that an unknown offer could prevent.
+    Left out is what depends on a value that could not be read (``UNKNOWN``), and a misfit that an unknown offer could
+    prevent.
     """
 
     def __init__(self, registry: Registry, marks: Marks, problems: Sequence[Problem], for_run: bool) -> None:
@@ -161,21 +163,17 @@ class _Resolution:
                 everything = [problem for of_a_kind in self.problems.values() for problem in of_a_kind]
                 raise kind(everything) from self.cause
 
-    def left_out(self, answer: object) -> bool:
-        """Whether an answer, or an error, depends on an unreadable value, which has its own problem."""
-        return any(self.problems.values()) and depends_on_unread(answer)
-
     @contextmanager
     def asking(self, path: KeyPath, plugin: Plugin | type[Plugin] | None = None, what: str = "") -> Iterator[None]:
-        """Report an error inside, unless it depends on an unreadable value.
+        """Report an error inside, and go on. A use of an unknown value is none: that value has its own problem.
 
-        It is the user's, at ``path``; or that of ``what`` of ``plugin``, if that raises anything but a misfit.
+        The error is the user's, at ``path``; or that of ``what`` of ``plugin``, if that raises anything but a misfit.
         """
         try:
             yield
+        except UnknownUsedError:
+            return
         except Exception as error:
-            if self.left_out(error):
-                return
             problems = error.problems if isinstance(error, MoefwError) else (_fault(error),)
             is_users = isinstance(error, MoefwError) and not (plugin and isinstance(error, PluginError))
             if is_users:
@@ -183,7 +181,7 @@ class _Resolution:
                     self.tell(path, problem, PluginError if isinstance(error, PluginError) else PlanError)
             elif plugin is None:
                 raise
-            else:
+            elif is_known(plugin):  # else it may be what a built-in function says of an option that is not
                 self.cause = error
                 origin = self.registry.origin(plugin)
                 faults = (attrs.evolve(problem, what=f"{origin}, {what}: {problem.what}") for problem in problems)
@@ -215,16 +213,17 @@ class _Resolution:
 
         listed: list[A] = []
         read(getattr(placed.part, method))
-        return [item for item in listed if not self.left_out(item)]
+        return listed
 
     def choose(self, spec: Spec) -> None:
         """Load the plugins that the spec names and read their options."""
         for path, hook, choice in plugin_fields(spec):
-            part = None if choice is UNREAD else self._part(hook, choice, path)
+            part = None if choice is UNKNOWN else self._part(hook, choice, path)
             if part is not None:
                 self.placed.append(_Placed(path, part))
-        for index, name in enumerate(self.ask((), tuple, spec.run.observers) or ()):
-            self.ask(("run", "observers", index), self.registry.load, name)
+        with self.asking(()):
+            for index, name in enumerate(spec.run.observers):
+                self.ask(("run", "observers", index), self.registry.load, name)
 
     def _part(self, hook: str, choice: Choice, path: KeyPath) -> Plugin | None:
         registered = self.ask((*path, "use"), self.registry.get, hook, choice.use)
@@ -245,15 +244,15 @@ class _Resolution:
         for field in attrs.fields(type(part)):
             hook = field.metadata.get("hook")
             choices = getattr(part, field.name)
-            if hook and choices is not UNREAD:
+            if hook and choices is not UNKNOWN:
                 inner = (self._inner(hook, choice, (*path, field.name, n)) for n, choice in enumerate(choices))
                 object.__setattr__(part, field.name, tuple(inner))
         return part
 
     def _inner(self, hook: str, choice: Any, path: KeyPath) -> Any:
-        part = None if choice is UNREAD else self._part(hook, choice, path)
+        part = None if choice is UNKNOWN else self._part(hook, choice, path)
         if part is None:
-            return UNREAD
+            return UNKNOWN
         self.inner.append(_Placed(path, part))
         return part
 
@@ -263,23 +262,23 @@ class _Resolution:
             presets = declaration.presets()
         if isinstance(name, str) and name in presets:
             return presets[name]
-        if name is not UNREAD:
+        if name is not UNKNOWN:
             problem = Problem(
                 f"{declaration.name} has no preset {show(name)}.",
                 nearest(name if isinstance(name, str) else "", presets),
             )
             self.tell((*path, "preset"), problem, SpecError)
-        return {field.name: UNREAD for field in attrs.fields(declaration) if field.init}
+        return {field.name: UNKNOWN for field in attrs.fields(declaration) if field.init}
 
     def with_preset(self, tree: Tree, defaults: Tree) -> Tree:
-        """Tree over what the model's preset says in all sections; these are unread if it is unknown."""
+        """Tree over what the model's preset says in all sections; these are unknown if it is."""
         model = with_defaults({"model": tree.get("model")}, {"model": defaults["model"]})["model"]
         if not isinstance(model, Mapping) or model.get("preset") is None:
             return tree
         preset = model["preset"]
         sections = None
         use = model.get("use")
-        if isinstance(use, str) and preset is not UNREAD:
+        if isinstance(use, str) and preset is not UNKNOWN:
             registered = self.ask(("model", "use"), self.registry.get, "moefw_models", use)
             if registered is not None:
                 sections = self._sections(registered.declaration, preset)
@@ -288,12 +287,12 @@ class _Resolution:
             return over(dict(sections), {**tree, "model": without})
         # What the preset would have said of a section is unknown, unless the user chose something else there.
         attention, routing = (
-            section if section is UNREAD or section else UNREAD
+            section if section is UNKNOWN or section else UNKNOWN
             for section in (tree.get("attention"), tree.get("routing"))
         )
         return tree | {
-            "model": {**model, "preset": UNREAD},
-            "attention": {**attention, "preset": UNREAD} if isinstance(attention, dict) else attention,
+            "model": {**model, "preset": UNKNOWN},
+            "attention": {**attention, "preset": UNKNOWN} if isinstance(attention, dict) else attention,
             "routing": routing,
         }
 
@@ -325,7 +324,7 @@ class _Resolution:
             with self.asking(placed.path, placed.part, "regions"):
                 mechanism = placed.part.mechanism if placed.part.joins else ""
                 for index, region in enumerate(placed.part.regions):
-                    if region is UNREAD:
+                    if region is UNKNOWN:
                         continue
                     owner = owners.setdefault((region, mechanism), (placed, index))
                     if owner != (placed, index):
@@ -336,7 +335,7 @@ class _Resolution:
         """Return the layout plan of the world, or report why there is none."""
         placed = self._find("parallel")
         layout = self.answer(placed, "plan", LayoutPlan, world) if placed else None  # type: ignore[type-abstract]
-        return None if layout is None or self.left_out(dict(layout.sizes)) else layout
+        return layout if layout is not None and is_known(layout.sizes) else None
 
     def check_stages(self, layout: LayoutPlan, train: TrainSpec) -> None:
         """Report why there are no pipeline stages, or none that can run the step."""
@@ -366,17 +365,17 @@ class _Resolution:
         parallel = self._find("parallel")
         dims = self.answer(model, "dims", Dims) if model else None
         layers: list[int] | None = None
-        num_layers: int = UNREAD
+        num_layers: int = UNKNOWN
         if model:
             with self.asking(model.path, model.part, "moe_layers()"):
                 layers = _moe_layers(model.part)
                 num_layers = max(getattr(model.part, "num_layers", 0), max(layers, default=-1) + 1)
         site = Site(
-            dims=dims or Dims(model_dim=UNREAD, expert_dim=UNREAD, num_experts=UNREAD, top_k=UNREAD),
+            dims=dims or Dims(model_dim=UNKNOWN, expert_dim=UNKNOWN, num_experts=UNKNOWN, top_k=UNKNOWN),
             layer=0,
             num_layers=num_layers,
-            layout=layout or UNREAD,
-            ranks_per_node=parallel.part.ranks_per_node if parallel else UNREAD,
+            layout=layout or UNKNOWN,
+            ranks_per_node=parallel.part.ranks_per_node if parallel else UNKNOWN,
             machine=machine,
             trains=trains,
         )
@@ -399,16 +398,16 @@ class _Resolution:
         """Offers and needs of all parts at ``here``, and the offers of the layout and the machine."""
         promises: list[tuple[object, Offers]] = []
         heard: set[str] = set()
-        unread: set[str] = set()
+        unknown: set[str] = set()
         for placed in self.placed:
             with self.asking(placed.path, placed.part, "offers()"):
                 stated = {**silence(placed.section), **offers_of(placed.section, placed.part.offers(here))}
-                known = {fact: value for fact, value in stated.items() if not self.left_out(value)}
+                known = {fact: value for fact, value in stated.items() if is_known(value)}
                 for fact, value in known.items():
                     RULES[FACTS[fact].rule]([value], ())
                 promises.append((placed, known))
                 heard.add(placed.section)
-                unread |= stated.keys() - known.keys()
+                unknown |= stated.keys() - known.keys()
         if layout is None:
             heard.discard("parallel")
         else:
@@ -419,7 +418,7 @@ class _Resolution:
             needs = self.listed(placed, "needs", Need, here)
             if self.for_run and isinstance(placed.part, DataSourcePlugin):
                 needs += self.listed(placed, "needs_to_train", Need, here)
-            for need in needs:
+            for need in filter(is_known, needs):
                 with self.asking(placed.path, placed.part, "needs()"):
                     if need.fact == "package" and here.machine.has_package(need.value):
                         packages.append(need.value)
@@ -428,7 +427,7 @@ class _Resolution:
         has = offers(device=(here.machine.device,), capability=capability, package=tuple(packages))
         promises.append(("this machine", has))
         unheard = {name for name, fact in FACTS.items() if not heard.issuperset(fact.offered_by)}
-        return _Statements(promises, demands, unread | unheard)
+        return _Statements(promises, demands, unknown | unheard)
 
     def _settle(self, stated: _Statements) -> dict[str, Any]:
         """Return the facts, and report the misfits that no unknown offer could prevent."""

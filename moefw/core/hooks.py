@@ -107,8 +107,7 @@ def moefw_check(assembly: Assembly) -> Sequence[Problem]:  # type: ignore[empty-
 def moefw_before_step(step: int) -> None:
     """Run on every rank before a training step, counted from 0.
 
-    An observer that raises, or changes process state such as the default dtype or a random state, is reported and not
-    called again.
+    An observer that raises is reported and not called again.
     """
 
 

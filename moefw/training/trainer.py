@@ -26,13 +26,13 @@ from moefw.training.errors import StoppedError
 from moefw.training.evaluation import evaluation, evaluation_starts
 from moefw.training.faults.bad_step import BadStateError
 from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
-from moefw.training.faults.plugin_guard import PluginGuard
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stamps import stamp
 from moefw.training.feed import feed_of
 from moefw.training.folder import TOKENIZER
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
+from moefw.training.learning_rate import learning_rate
 from moefw.training.metrics import MetricsLog
 from moefw.training.progress import Progress
 from moefw.training.report import conclude, introduce, say
@@ -80,7 +80,6 @@ class Trainer:
             optimizer = build_optimizer(assembly, session.model, session.layout, session.device, session.shared)
         self.engine = Engine.of(session.model, optimizer, session.layout, spec)
         self.spikes = LossSpikes(spec.loss_spike)
-        self.guard = PluginGuard(assembly, session.layout.rank)
         self.feed = feed_of(session)
         evaluation_starts(session)
         self.clock = StepClock()
@@ -152,12 +151,12 @@ class Trainer:
     def _step(self, step: int) -> dict[str, Any]:
         """Train one step, evaluate if due, and return its record for ``metrics.jsonl``."""
         stamp("observers", step=step + 1)
-        self.guard.notify("moefw_before_step", step=step)
+        self._notify("moefw_before_step", step)
         began = time.perf_counter()
-        with self.clock("data"), self.guard.calling(self.session.assembly.parts.data, step):
+        with self.clock("data"):
             batches = list(self.feed.micro_batches(step))
         batches = self.routes.given(step + 1, batches)
-        lr = self.guard.learning_rate(step)
+        lr = learning_rate(self.session.assembly, step)
         try:
             result = self.engine.step(batches, lr, self.clock, number=step + 1)
         except BadStateError as error:
@@ -177,8 +176,13 @@ class Trainer:
             with self.clock("evaluation"):
                 record |= evaluation(self.session)
         stamp("observers")
-        self.guard.notify("moefw_after_step", step=step, metrics=record)
+        self._notify("moefw_after_step", step, metrics=record)
         return record
+
+    def _notify(self, hook: str, step: int, **arguments: Any) -> None:
+        """Call the observers of a hook."""
+        place = f"{hook}, step {step + 1}, rank {self.session.layout.rank}"
+        self.session.assembly.registry.notify(hook, place=place, step=step, **arguments)
 
     def _due(self, step: int, every: int) -> bool:
         """Whether an action with period ``every``, which also follows the last step, is due after ``step``."""

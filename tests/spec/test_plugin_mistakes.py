@@ -56,6 +56,14 @@ class TestOtherPeoplesMistakes:
         problem = refusal("dispatch: {use: broken, size: x}", SpecError, registry=more)
         assert "'x' is not a whole number" in problem.what
 
+    def test_a_built_in_function_that_cannot_take_an_option_that_could_not_be_read_is_no_mistake(self) -> None:
+        def join(part: Any, _: Site) -> Any:
+            return [", ".join([part.label])][1:]
+
+        more = dispatcher(needs=join, label="a", __annotations__={"label": str})
+        problem = refusal("dispatch: {use: broken, label: 3}", SpecError, registry=more)
+        assert "3 is not plain text" in problem.what
+
     def test_a_layout_or_model_that_raises(self) -> None:
         @frozen
         class Nowhere(LayoutPlugin):

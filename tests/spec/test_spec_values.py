@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from attrs import field, frozen
 from attrs.validators import ge, max_len
 
+from moefw.compose.spec import unknown
 from moefw.compose.spec.sections import with_defaults
-from moefw.compose.spec.source import MARK, UNREAD, Marks, depends_on_unread, scalar
+from moefw.compose.spec.source import Marks, show
 from moefw.compose.spec.structure import plain, structure
+from moefw.compose.spec.unknown import UnknownUsedError, is_known
 from moefw.core.errors import PluginError, Problem
 from spec_cases import assembled, complaint, complaints
 
@@ -152,54 +155,51 @@ class TestStructure:
     def test_says_what_is_wrong_once(self, data: dict[str, object], told: str) -> None:
         assert built(required=1, **data)[1] == [told]
 
-    def test_what_could_not_be_read_decides_nothing_and_shows_in_what_is_made_of_it(self) -> None:
+    def test_what_could_not_be_read_is_unknown_and_the_rest_is_there(self) -> None:
         found, told = built(required="x", low="y", inner={"size": "z"}, high=3)
         assert len(told) == 3
         assert found is not None
-        assert found.required is UNREAD
-        assert found.high == 3
         assert found.inner is not None
-        assert found.inner.words == ()
-        decisions = (
+        assert all(value is unknown.UNKNOWN for value in (found.required, found.low, found.inner.size))
+        assert (found.high, found.inner.words) == (3, ())
+        assert not is_known(found)
+        assert not is_known({"sizes": [1, (2, found.low)]})
+        assert is_known([found.high, found.inner.words, "unknown"])
+
+    @pytest.mark.parametrize(
+        "use",
+        [
             bool,
             hash,
             int,
+            float,
             len,
             list,
+            str,
+            repr,
+            round,
+            math.log2,
+            Path,
+            "{:,}".format,
+            lambda v: f"{[v]}",
             lambda v: v < 1,
             lambda v: v == 1,
-            lambda v: re.match("x", v),
-            ",".join,
-        )
-        results = (
-            str,
-            "{:,}".format,
-            lambda v: 1 + 2 * v // 3 - v,
-            lambda v: -v[0].size(1),
-            lambda v: {"a": (v % 2, 1)},
-        )
-        for value in (found.required, found.low, found.inner.size, UNREAD.deeper.still):
-            for decide in decisions:
-                with pytest.raises((TypeError, ValueError)) as caught:
-                    decide(value)
-                assert depends_on_unread(caught.value)
-            assert all(depends_on_unread(result(value)) for result in results)
-        assert not depends_on_unread([found.high, "unread", ValueError("unread")])
+            lambda v: v in (1, 2),
+            lambda v: 1 + 2 * v,
+            lambda v: v % 2,
+            lambda v: v.size,
+            lambda v: v[0],
+            lambda v: v(),
+            lambda v: math.gcd(4, v),
+            lambda v: range(v),
+        ],
+    )
+    def test_any_use_of_the_unknown_raises(self, use: Callable[[Any], object]) -> None:
+        with pytest.raises(UnknownUsedError):
+            use(unknown.UNKNOWN)
 
-    def test_an_error_that_was_raised_for_another_depends_on_what_that_depends_on(self) -> None:
-        def look() -> None:
-            try:
-                bool(UNREAD)
-            except ValueError:
-                raise KeyError("no such size") from None
-
-        with pytest.raises(KeyError) as caught:
-            look()
-        assert depends_on_unread(caught.value)
-
-    def test_no_spec_can_hold_its_mark(self) -> None:
-        with pytest.raises(ValueError, match="the mark of a value that could not be read"):
-            scalar(f"runs/{MARK}", plain=False)
+    def test_an_error_can_show_what_holds_the_unknown(self) -> None:
+        assert show([unknown.UNKNOWN]) == "a list"
 
     def test_validators_look_at_fields_that_could_be_read(self) -> None:
         found, told = built(required=1, low=5, high=4, level=7)
@@ -207,7 +207,7 @@ class TestStructure:
         assert "high 4 is below low 5." in told[1]
         assert found is not None
         assert found.low == 5
-        assert found.high is UNREAD
+        assert found.high is unknown.UNKNOWN
 
     def test_a_type_that_no_spec_can_hold_is_the_plugins_mistake(self) -> None:
         @frozen

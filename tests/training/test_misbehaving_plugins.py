@@ -1,8 +1,7 @@
-"""Plugins that take part in the steps of a run leave nothing behind, and those that misbehave are named."""
+"""Plugins that misbehave while they are built or in the steps of a run are named."""
 
 from __future__ import annotations
 
-import random
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,11 +18,9 @@ from broken_gemms import Plain
 from moefw.compose.defaults import defaults
 from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble
-from moefw.core.data import DataSource, TokenStream
-from moefw.core.errors import PluginError
+from moefw.core.errors import PluginError, RunError
 from moefw.core.plugin import SchedulePlugin
 from moefw.training import trainer
-from moefw.training.data import Text
 from moefw.training.metrics import read_metrics
 from moefw.training.world import Place
 
@@ -69,63 +66,12 @@ def test_an_observer_gets_a_copy_of_what_is_measured(train: Train) -> None:
     assert train(hook="moefw_after_step", functions=[spoil, spoil]) == train()
 
 
-def no_gradients() -> None:
-    torch.set_grad_enabled(False)
-
-
-CHANGES: dict[str, Callable[[], Any]] = {
-    "torch's default dtype": lambda: torch.set_default_dtype(torch.float64),
-    "torch's default device": lambda: torch.set_default_device("meta"),
-    "torch's random state": lambda: torch.manual_seed(torch.initial_seed() + 1),
-    "numpy's random state": lambda: np.random.rand(),
-    "the state of the module random": random.random,
-    "whether gradients are recorded": no_gradients,
-    "torch's use of deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
-}
-
-
-def observer(change: Callable[[], Any], calls: list[int]) -> Callable[..., None]:
-    """Return an observer that changes something in step 1."""
-
-    def observe(step: int) -> None:
-        calls.append(step)
-        if step == 1:
-            change()
-
-    return observe
-
-
-@pytest.mark.fault(
-    "an observer changes dtype, random state or the like ({id})",
-    "named with distribution, hook, step and rank; put back",
-)
-@pytest.mark.parametrize("hook", ["moefw_before_step", "moefw_after_step"])
-def test_what_an_observer_changes_is_put_back_and_it_is_named_once(
-    train: Train, hook: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    wanted = train()
-    calls: list[list[int]] = [[] for _ in CHANGES]
-    observers = [observer(change, called) for change, called in zip(CHANGES.values(), calls, strict=True)]
-    before = torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
-    assert train(hook=hook, functions=observers) == wanted
-    assert calls == [[0, 1]] * len(CHANGES), "they are not called again"
-    assert sorted(record.getMessage() for record in caplog.records) == sorted(
-        f"an observer of odd-parts 1.5 fails in {hook}, step 2, rank 0 and is not called again: "
-        f"it changes {what}, which is put back."
-        for what in CHANGES
-    )
-    assert not any(record.exc_info for record in caplog.records), "nobody needs a traceback of ours"
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (random.getstate(), torch.get_default_dtype())
-
-
 @pytest.mark.fault("an observer raises ({id})", "named; the run goes on as without it")
 @pytest.mark.parametrize("error", [ZeroDivisionError("oh"), SystemExit(0)])
-def test_an_observer_that_raises_or_leaves_is_named_and_what_it_changed_is_put_back(
+def test_an_observer_that_raises_or_leaves_is_named_and_not_called_again(
     train: Train, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     def fail(step: int) -> None:
-        torch.set_default_dtype(torch.float64)
         raise error
 
     assert train(hook="moefw_after_step", functions=[fail]) == train()
@@ -144,9 +90,6 @@ def test_an_observer_that_raises_or_leaves_is_named_and_what_it_changed_is_put_b
         (lambda: None, "its factor is null, which"),
         (lambda: True, "its factor is true, which"),
         (lambda: torch.tensor(0.5), "its factor is tensor(0.5000), which"),
-        (lambda: 10**400, "it raises OverflowError: int too large to convert to float."),
-        (lambda: 1 / 0, "it raises ZeroDivisionError: division by zero."),
-        (lambda: torch.manual_seed(99) and 1.0, "it changes torch's random state, which is put back."),
     ],
 )
 def test_a_schedule_that_gives_no_rate_is_named_with_what_it_gives(
@@ -159,10 +102,10 @@ def test_a_schedule_that_gives_no_rate_is_named_with_what_it_gives(
         def factor(self, step: int, steps: int) -> Any:
             return 1.0 if step < 2 else factor()
 
-    with pytest.raises(PluginError) as caught:
+    with pytest.raises(RunError) as caught:
         train("train.schedule.use=odd", hook="moefw_schedules", functions=[lambda: [Odd]])
     assert not [*files_open_in(tmp_path / "run")]
-    where = "plugin 'odd' (distribution odd-parts 1.5) fails in moefw_schedules, step 3, rank 0: "
+    where = "plugin 'odd' (distribution odd-parts 1.5) gives no learning rate in step 3: "
     assert str(caught.value).startswith(where + shown)
     assert str(caught.value).endswith(" Mend or uninstall odd-parts.")
     assert caught.value.exit_code == 1, "it may fail on one rank alone, which has to say so"
@@ -182,44 +125,6 @@ def test_a_rate_of_a_numpy_number_is_one(train: Train) -> None:
     assert rates == [1.5e-3, 3e-3, 0.0]
 
 
-@pytest.mark.fault("a data source misbehaves in a step ({id})", "named with distribution, step and rank")
-@pytest.mark.parametrize(
-    ("fault", "shown"),
-    [
-        (lambda: np.random.seed(1), "it changes numpy's random state, which is put back."),
-        (lambda: 1 / 0, "it raises ZeroDivisionError: division by zero."),
-    ],
-)
-def test_a_data_source_that_misbehaves_in_a_step_is_named(
-    train: Train, tmp_path: Path, fault: Callable[[], Any], shown: str
-) -> None:
-    @frozen(kw_only=True)
-    class Odd(Text):
-        name: ClassVar[str] = "odd"
-
-        def prepare(self, cache_dir: Path) -> DataSource:
-            source: Any = super().prepare(cache_dir)
-            plain = source.train
-
-            class Stream(TokenStream):
-                def __len__(self) -> int:
-                    return len(plain)
-
-                def read(self, start: int, count: int) -> Any:
-                    fault()
-                    return plain.read(start, count)
-
-            source.train = Stream()
-            return source  # type: ignore[no-any-return]
-
-    with pytest.raises(PluginError) as caught:
-        train(
-            "data={use: odd, path: %s}" % (tmp_path / "text.txt"), hook="moefw_data_sources", functions=[lambda: [Odd]]
-        )
-    where = "plugin 'odd' (distribution odd-parts 1.5) fails in moefw_data_sources, step 1, rank 0: "
-    assert str(caught.value).startswith(where + shown)
-
-
 def test_a_part_that_changes_the_default_dtype_as_it_is_built_is_named_and_one_that_draws_is_not(train: Train) -> None:
     @frozen
     class Odd(Plain):
@@ -232,11 +137,13 @@ def test_a_part_that_changes_the_default_dtype_as_it_is_built_is_named_and_one_t
                 torch.set_default_dtype(torch.float64)
             return super().build(context)
 
-    with pytest.raises(PluginError) as caught:
-        train("gemm={use: odd, rude: true}", hook="moefw_gemms", functions=[lambda: [Odd]])
+    try:
+        with pytest.raises(PluginError) as caught:
+            train("gemm={use: odd, rude: true}", hook="moefw_gemms", functions=[lambda: [Odd]])
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert str(caught.value) == (
-        "plugin 'odd' (distribution odd-parts 1.5) breaks its contract in build(): it changes torch's default dtype, "
-        "which is put back. Mend or uninstall odd-parts."
+        "plugin 'odd' (distribution odd-parts 1.5) breaks its contract in build(): it changes torch's default dtype. "
+        "Mend or uninstall odd-parts."
     )
-    assert torch.get_default_dtype() == torch.float32
     assert len(train("gemm={use: odd}", hook="moefw_gemms", functions=[lambda: [Odd]])) == 3

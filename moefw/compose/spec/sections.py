@@ -10,7 +10,8 @@ import attrs
 from attrs import Attribute, Factory, field, frozen
 from attrs.validators import ge, gt, optional
 
-from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, show
+from moefw.compose.spec.source import KeyPath, Marks, Tree, show
+from moefw.compose.spec.unknown import UNKNOWN
 from moefw.core.errors import Problem
 
 RESERVED = ("use", "preset")
@@ -34,7 +35,7 @@ class Choice:
         use = data.get("use")
         if isinstance(use, str):
             return cls(use, {key: value for key, value in data.items() if key != "use"})
-        if use is not UNREAD:
+        if use is not UNKNOWN:
             what = "'use' is missing." if use is None else f"{show(use)} is not the name of a plugin."
             problems.append(Problem(what, "`moefw plugins` lists them.", marks.where((*path, "use"))))
         return None

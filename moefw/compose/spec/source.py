@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from attrs import Factory, frozen
 from ruamel.yaml import YAML
@@ -19,6 +19,7 @@ from ruamel.yaml.events import (
     StreamEndEvent,
 )
 
+from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError
 from moefw.core.errors import Problem, SpecError
 
 MAX_BYTES = 100_000
@@ -27,50 +28,6 @@ MAX_WHOLE = 2**63 - 1
 
 KeyPath = tuple[str | int, ...]
 Tree = dict[str, object]
-
-
-MARK: Final = "<unread>"
-"""What :data:`UNREAD` prints as. No spec can hold it, so whatever holds it depends on ``UNREAD``."""
-
-
-class Unread:
-    """Placeholder of a value that could not be read. What is computed from it is unread, too; a decision by it raises.
-
-    So the answer of a plugin that was asked about an unreadable option is an error, or holds ``MARK`` where it depends
-    on that option, and is sound elsewhere.
-    """
-
-    def __getattr__(self, name: str) -> Unread:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def _unread(self, *_: object) -> Unread:
-        return self
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise ValueError(f"{MARK} decides nothing")
-
-    def __repr__(self) -> str:
-        return MARK
-
-    def __format__(self, spec: str) -> str:
-        return MARK
-
-    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __neg__ = __call__ = __getitem__ = _unread
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = _unread
-    __bool__ = __eq__ = __hash__ = __lt__ = __le__ = __gt__ = __ge__ = __iter__ = _refuse
-
-
-Unread.__name__ = MARK  # errors of built-in functions name the type that they refuse
-UNREAD: Final[Any] = Unread()
-
-
-def depends_on_unread(answer: object) -> bool:
-    """Whether a value, a text or an error depends on ``UNREAD``."""
-    if isinstance(answer, BaseException):
-        return MARK in str(answer) or depends_on_unread(answer.__context__)
-    return MARK in repr(answer)
 
 
 @frozen
@@ -136,7 +93,7 @@ def read_spec_file(path: Path, overrides: Sequence[str], problems: list[Problem]
 
 
 def read_yaml(text: str, marks: Marks, problems: list[Problem]) -> Tree:
-    """Return the mapping in ``text`` as plain data, and fill ``marks``. Refused values are ``UNREAD``.
+    """Return the mapping in ``text`` as plain data, and fill ``marks``. Refused values are ``UNKNOWN``.
 
     Raises SpecError if the text is not YAML or not a mapping.
     """
@@ -197,7 +154,7 @@ class _Reader:
         if len(path) > MAX_DEPTH:
             what = f"this is nested deeper than {MAX_DEPTH} levels."
             raise SpecError(self._problem(event, path[:1], what, "Flatten it."))
-        value: object = UNREAD
+        value: object = UNKNOWN
         if isinstance(event, MappingStartEvent):
             value = self._mapping(path)
         elif isinstance(event, SequenceStartEvent):
@@ -210,7 +167,7 @@ class _Reader:
         if isinstance(event, AliasEvent) or event.anchor or event.tag:
             what = "tags, anchors and aliases are not allowed in a spec."
             self.problems.append(self._problem(event, path, what, "Write the value out."))
-            return UNREAD
+            return UNKNOWN
         return value
 
     def _sequence(self, path: KeyPath) -> list[object]:
@@ -231,9 +188,9 @@ class _Reader:
                 if key in tree:
                     what = f"{show(key)} stands here twice."
                     self.problems.append(self._problem(event, (*path, key), what, "Keep one."))
-                    value = UNREAD
+                    value = UNKNOWN
                 tree[key] = value
-            elif key is not UNREAD:
+            elif key is not UNKNOWN:
                 what = f"{show(key)} is not a key; keys are text."
                 self.problems.append(self._problem(event, path, what, "Write a word, or put it in quotes."))
         return tree
@@ -269,8 +226,6 @@ def scalar(text: str, *, plain: bool = True) -> object:
             return read(text)
     if re.search("[\0\ud800-\udfff]", text):
         raise ValueError("this text holds a character that no file can hold")
-    if MARK in text:
-        raise ValueError(f"this text holds {MARK}, the mark of a value that could not be read")
     return text
 
 
@@ -289,12 +244,12 @@ def _override(override: str, tree: Tree, marks: Marks, problems: list[Problem]) 
             holder[key] = {}
             marks.places[path] = place
         holder = holder[path[-1]]
-        if holder is UNREAD:
+        if holder is UNKNOWN:
             return
     path = (*path, _step(holder, last, path, place))
     marks.forget(path)
     marks.places[path] = place
-    holder[path[-1]] = UNREAD
+    holder[path[-1]] = UNKNOWN
     holder[path[-1]] = _Reader(text, marks, problems, lambda mark: place).document(path)
 
 
@@ -320,7 +275,7 @@ def show(value: object, *, limit: int = 60) -> str:
     """Value as errors print it: in YAML notation, cut to ``limit`` characters."""
     try:
         text = repr(value)
-    except Exception:  # repr raises for some objects of plugins
+    except (Exception, UnknownUsedError):  # repr raises for some objects of plugins, and what holds UNKNOWN
         text = f"a {type(value).__name__}"
     text = {"None": "null", "True": "true", "False": "false"}.get(text, text)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

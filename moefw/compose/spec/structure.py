@@ -11,7 +11,8 @@ from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 
-from moefw.compose.spec.source import UNREAD, KeyPath, Marks, depends_on_unread, scalar, show
+from moefw.compose.spec.source import KeyPath, Marks, scalar, show
+from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.core.errors import PluginError, Problem, closest, nearest
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ def structure(
 ) -> T | None:
     """Instance of the attrs class ``cls`` built from the mapping ``data``, or None if that is impossible.
 
-    A field with a wrong value, or whose key is misspelled, is ``UNREAD``: the validators of other fields still run.
+    A field with a wrong value, or whose key is misspelled, is ``UNKNOWN``: the validators of other fields still run.
     ``also`` names known keys that are not fields. Raises PluginError for a field whose type a spec cannot hold.
     """
     if data is None:
@@ -47,13 +48,14 @@ def structure(
         elif field.default is attrs.NOTHING:
             fix = f"It has no default. {_hint(field.type, None)}"
             problems.append(Problem(f"{name!r} is missing.", fix, marks.where((*path, name))))
-            values[name] = UNREAD
+            values[name] = UNKNOWN
     try:
         with attrs.validators.disabled():  # they run below, one by one, so that all of their problems are reported
             built = cls(**{fields[name].alias or name: value for name, value in values.items()})
+    except UnknownUsedError:
+        return None
     except (ValueError, TypeError) as error:
-        if not depends_on_unread(error):
-            problems.append(Problem(_sentence(error), where=marks.where(path)))
+        problems.append(Problem(_sentence(error), where=marks.where(path)))
         return None
     _validate(built, fields, path, marks, problems)
     return built
@@ -68,29 +70,32 @@ def _known(
     *,
     also: Collection[str],
 ) -> dict[str, object]:
-    """Values of the keys that are fields. Every other key is a problem, and unread is the field that it may mean."""
+    """Values of the keys that are fields. Every other key is a problem, and the field that it may mean is unknown."""
     known = {key: value for key, value in data.items() if key in fields}
     for key in (str(key) for key in data if key not in fields and key not in also):
         what = f"{show(key)} is not an option here."
         problems.append(Problem(what, nearest(key, [*fields, *also]), marks.where((*path, key))))
         meant = closest(key, fields)
         if meant is not None and (*path, meant) not in marks.places:
-            known[meant] = UNREAD  # its own default would hide what the user meant
+            known[meant] = UNKNOWN  # its own default would hide what the user meant
     return known
 
 
 def _validate(
     built: Any, fields: Mapping[str, attrs.Attribute[Any]], path: KeyPath, marks: Marks, problems: list[Problem]
 ) -> None:
-    """Report every field whose validator refuses its value, which becomes ``UNREAD``."""
+    """Report every field whose validator refuses its value, which becomes ``UNKNOWN``."""
     for name, field in fields.items():
+        value = getattr(built, name)
+        if field.validator is None or not is_known(value):
+            continue
         try:
-            if field.validator is not None:
-                field.validator(built, field, getattr(built, name))
+            field.validator(built, field, value)
+        except UnknownUsedError:
+            continue
         except (ValueError, TypeError) as error:
-            if not depends_on_unread(error):
-                problems.append(Problem(_sentence(error), where=marks.where((*path, name))))
-                object.__setattr__(built, name, UNREAD)
+            problems.append(Problem(_sentence(error), where=marks.where((*path, name))))
+            object.__setattr__(built, name, UNKNOWN)
 
 
 @cache
@@ -99,17 +104,17 @@ def _options(cls: Any) -> tuple[attrs.Attribute[Any], ...]:
 
 
 def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
-    """``data`` as type ``kind``; if it does not fit, report it and return UNREAD."""
+    """``data`` as type ``kind``; if it does not fit, report it and return UNKNOWN."""
     origin = get_origin(kind)
     args = get_args(kind)
-    if data is UNREAD or kind is Any or (kind is types.NoneType and data is None):
+    if data is UNKNOWN or kind is Any or (kind is types.NoneType and data is None):
         return data
     if origin in (Union, types.UnionType):
         return _either(args, data, path, marks, problems)
     if attrs.has(kind):
         from_data = getattr(kind, "from_data", None)
         built = from_data(data, path, marks, problems) if from_data else structure(kind, data, path, marks, problems)
-        return UNREAD if built is None else built
+        return UNKNOWN if built is None else built
     if origin in (tuple, list) and isinstance(data, tuple | list):
         kinds = args if origin is tuple and args[-1] is not Ellipsis else args[:1] * len(data)
         if len(kinds) == len(data):
@@ -124,7 +129,7 @@ def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[
     if kind in _SCALARS and _is_scalar(kind, data):
         return kind(data)
     problems.append(Problem(f"{show(data)} is not {_words(kind)}.", _hint(kind, data), marks.where(path)))
-    return UNREAD
+    return UNKNOWN
 
 
 def _either(kinds: tuple[Any, ...], data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
@@ -141,7 +146,7 @@ def _either(kinds: tuple[Any, ...], data: object, path: KeyPath, marks: Marks, p
     choices = (", ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else _words(kind) for kind in kinds)
     what = f"{show(data)} is not {' or '.join(choices)}."
     problems.append(Problem(what, where=marks.where(path)))
-    return UNREAD
+    return UNKNOWN
 
 
 _MAPPINGS: Final = (dict, Mapping)

@@ -3,7 +3,7 @@
 Run as a file; it imports nothing of moefw and starts in 50 ms. A message is a line of JSON and parts of the sizes in
 bytes that it gives. The first request holds the ``tokenizer.json``, each later one a batch: ``{"sizes": [...]}`` of
 texts, or ``{"decode": true, "sizes": [...]}`` of ids, uint32. Answers are ``{"sizes": [...]}`` with the ids of each
-text, or the text of each batch of ids, or ``{"error": why}``.
+text, or the text of each batch of ids, or ``{"error": why}``. docs/adr/0028 says why this is no pool of processes.
 """
 
 from __future__ import annotations
