@@ -300,7 +300,7 @@ def solve(layer_case: LayerCase) -> Outcome:
         grad = _share(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for piece in pieces:
             grads = outcome.grads if parameter in experts else outcome.shares
-            grads[piece.name] = _whole(piece, piece.of(grad))
+            grads[piece.name] = whole_piece(piece, piece.of(grad)).clone()
     return outcome
 
 
@@ -309,10 +309,10 @@ def _share(grad: Tensor) -> Tensor:
     return whole(grad) / grad.device_mesh.size() if is_shared_out(grad) else grad
 
 
-def _whole(piece: Canonical, part: Tensor) -> Tensor:
+def whole_piece(piece: Canonical, part: Tensor) -> Tensor:
     """Whole tensor of a piece, zero where this rank has no part of it."""
     if piece.shard is None:
-        return part.clone()
+        return part
     whole = part.new_zeros(piece.shard.whole(part.shape))
     piece.shard.of(whole).copy_(part)
     return whole

@@ -62,7 +62,7 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     answers: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        meeting.take_turn()
+        meeting.take_turn(rank)
         try:
             with _MeetingMode(meeting):
                 answers[rank] = function(ThreadGroup(rank, tuple(range(size))), rank, *args)
@@ -72,7 +72,7 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
             error.add_note(f"(on rank {rank} of a world of {size} threads)")
             meeting.fail(error)
         meeting.leave(rank)
-        meeting.pass_turn()
+        meeting.pass_turn(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     cores = torch.get_num_threads()
@@ -100,8 +100,10 @@ class _Meeting:
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
         self.timeout_s = timeout_s
-        self._turn = threading.Semaphore()
-        """Acquired by the rank that runs. After ``TURN_S``, another one runs beside it."""
+        self._turn = threading.Lock()
+        """Acquired by the rank that runs. After ``TURN_S``, another one runs beside it, without the lock."""
+        self._holder: int | None = None
+        """The rank that has acquired the lock."""
         self._changed = threading.Condition()
         """Guards all below. Never held while a rank waits for its turn."""
         self._num_held: Counter[tuple[int, ...]] = Counter()
@@ -112,13 +114,16 @@ class _Meeting:
         """The ranks that have returned."""
         self._failure: BaseException | None = None
 
-    def take_turn(self) -> None:
+    def take_turn(self, rank: int) -> None:
         """Wait until no other rank runs, or one has run for long: it may wait for this rank elsewhere."""
-        self._turn.acquire(timeout=TURN_S)
+        if self._turn.acquire(timeout=TURN_S):
+            self._holder = rank
 
-    def pass_turn(self) -> None:
-        """Let another rank run."""
-        self._turn.release()
+    def pass_turn(self, rank: int) -> None:
+        """Let another rank run. A rank that ran beside the holder has nothing to pass."""
+        if self._holder == rank:
+            self._holder = None
+            self._turn.release()
 
     def meet(self, ranks: tuple[int, ...], rank: int, call: Collective) -> None:
         """Wait until every rank of the group has arrived; the last one copies the data of all."""
@@ -127,7 +132,7 @@ class _Meeting:
             self._arrive(ranks, rank, call)
             if self._num_held[ranks] > num_before:
                 return
-        self.pass_turn()
+        self.pass_turn(rank)
         with self._changed:
             in_time = self._changed.wait_for(
                 lambda: self._num_held[ranks] > num_before or self._failure is not None, self.timeout_s
@@ -135,7 +140,7 @@ class _Meeting:
             if not in_time:
                 self._fail_missing(f"not in {self.timeout_s:g} s")
             was_held = self._num_held[ranks] > num_before
-        self.take_turn()
+        self.take_turn(rank)
         if not was_held:
             raise _EndedError
 

@@ -14,6 +14,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from dispatchers import dispatch_assembly
+from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, bare_context
 from moefw.core.errors import ContractError
 from moefw.testing import threads
@@ -163,22 +164,33 @@ def test_nothing_passes_uncounted() -> None:
     thread_world(1, alone_and_unseen)
 
 
-def two_collectives(group, rank: int, absent: Sequence[int], returns: bool) -> None:
+def leave_after_the_first(group, rank: int, absent: Sequence[int]) -> None:
     dist.barrier(group=group)
-    if rank in absent:
-        time.sleep(0.2 if returns else 1.0)
-        if returns:
-            return
-    dist.all_reduce(torch.zeros(1), group=group)
+    if rank not in absent:
+        dist.all_reduce(torch.zeros(1), group=group)
 
 
-@pytest.mark.parametrize(
-    ("returns", "timeout_s", "why"), [(True, 30.0, "already returned"), (False, 0.3, "not in 0.3 s")]
-)
-def test_threads_that_miss_a_collective_are_named(returns: bool, timeout_s: float, why: str) -> None:
-    wanted = rf"ranks 1, 3 did not come to the all-reduce \({why}\); waiting there: ranks 0, 2, 4"
+def test_threads_that_return_before_a_collective_are_named() -> None:
+    wanted = r"ranks 1, 3 did not come to the all-reduce \(already returned\); waiting there: ranks 0, 2, 4"
     with pytest.raises(ContractError, match=wanted):
-        thread_world(5, two_collectives, (1, 3), returns, timeout_s=timeout_s)
+        thread_world(5, leave_after_the_first, (1, 3))
+
+
+def stay_away(group, rank: int, over: threading.Event) -> None:
+    if rank == 1:
+        over.wait(30.0)
+        return
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)
+    finally:
+        over.set()
+
+
+def test_a_thread_that_does_not_come_in_time_is_named() -> None:
+    """One other waits: each counts its own time, so that it cannot end before others have come."""
+    wanted = r"rank 1 did not come to the all-reduce \(not in 0.3 s\); waiting there: rank 0"
+    with pytest.raises(ContractError, match=wanted):
+        thread_world(2, stay_away, threading.Event(), timeout_s=0.3)
 
 
 def alone(group, rank: int, running: list[int]) -> int:
@@ -206,6 +218,17 @@ def await_the_last(group, rank: int, came: threading.Event) -> bool:
 
 def test_a_thread_may_wait_for_another_one_without_a_collective() -> None:
     assert thread_world(4, await_the_last, threading.Event()) == [True] * 4
+
+
+def test_a_thread_that_ran_beside_another_passes_no_turn_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = threads._Meeting(2, timeout_s=30.0)
+    meeting.take_turn(0)
+    monkeypatch.setattr(threads, "TURN_S", 0.0)
+    meeting.take_turn(1)
+    meeting.pass_turn(1)
+    assert meeting._turn.locked()
+    meeting.pass_turn(0)
+    assert not meeting._turn.locked()
 
 
 def different(group, rank: int) -> None:
@@ -237,9 +260,12 @@ def test_an_error_in_one_thread_ends_all_and_is_raised() -> None:
     assert torch.get_num_threads() == threads
 
 
-def groups_of(group, rank: int) -> list[tuple[int, ...]]:
+def four_ranks() -> Assembly:
+    return dispatch_assembly("alltoall", ep=4, num_experts=4, top_k=2, dim=8)
+
+
+def groups_of(group, rank: int, assembly: Assembly) -> list[tuple[int, ...]]:
     """Sum the ranks over the groups that a dispatcher gets: of its node, across nodes, and of the first three."""
-    assembly = dispatch_assembly("alltoall", ep=4, num_experts=4, top_k=2, dim=8)
     layout = OneGroup(assembly, group, ranks_per_node=2)
     experts = bare_context(assembly, layout, torch.device("cpu"), Shared()).expert_group()
     opened = [experts.node_group(), experts.across_nodes()]
@@ -256,13 +282,13 @@ def groups_of(group, rank: int) -> list[tuple[int, ...]]:
 
 
 def groups_of_processes() -> list[tuple[int, ...]]:
-    return groups_of(dist.group.WORLD, dist.get_rank())
+    return groups_of(dist.group.WORLD, dist.get_rank(), four_ranks())
 
 
 def test_a_dispatcher_gets_the_groups_of_nodes_and_any_other_on_threads_and_processes(pool8: RankPool) -> None:
     wanted = [[(rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)] for rank in range(4)]
     wanted = [groups + ([(0, 1, 2)] if rank < 3 else []) for rank, groups in enumerate(wanted)]
-    assert thread_world(4, groups_of) == wanted
+    assert thread_world(4, groups_of, four_ranks()) == wanted
     assert pool8.run(groups_of_processes, 4) == wanted
 
 

@@ -55,9 +55,9 @@ class RingDispatcher(moefw.Dispatcher[_Metadata, _Metadata]):
         """Pass the choices around and sort those of this rank's experts. ``counts`` is not used."""
         ids_TK = routing.expert_ids_TK
         leaving = [self._leaving(ids_TK, step, hops) for step, hops in self.ways.items()]
-        told = self._tell(len(ids_TK), routing.capacity or 0, leaving)
-        lanes = list(self._lanes(told))
-        first = sum(num_tokens for num_tokens, *_ in told[: self.experts.rank])
+        by_rank = self._exchange_counts(len(ids_TK), routing.capacity or 0, leaving)
+        lanes = list(self._lanes(by_rank))
+        first = sum(num_tokens for num_tokens, *_ in by_rank[: self.experts.rank])
         places_T = torch.arange(first, first + len(ids_TK), device=ids_TK.device)
         notes_T = torch.cat([places_T.unsqueeze(1), ids_TK], 1)
         notes_A = torch.cat([notes_T, *self._pass_on(notes_T.int(), lanes, leaving)])
@@ -65,7 +65,7 @@ class RingDispatcher(moefw.Dispatcher[_Metadata, _Metadata]):
             notes_A[:, 1:] - self.experts.first_expert,
             self.experts.local_experts,
             alignment=self.row_alignment,
-            capacity=sum(capacity for _, capacity, *_ in told),
+            capacity=sum(capacity for _, capacity, *_ in by_rank),
             source_N=notes_A[:, 0],
         )
         return _Metadata(lanes=lanes, leaving=leaving, arrival=arrival, num_tokens=len(ids_TK))
@@ -81,21 +81,21 @@ class RingDispatcher(moefw.Dispatcher[_Metadata, _Metadata]):
         furthest_T1 = distances.amax(1, keepdim=True)
         return sort_slots((hops - furthest_T1).masked_fill(furthest_T1 == 0, -1), hops)
 
-    def _tell(self, num_tokens: int, capacity: int, leaving: Sequence[Slots]) -> list[list[int]]:
+    def _exchange_counts(self, num_tokens: int, capacity: int, leaving: Sequence[Slots]) -> list[list[int]]:
         """Exchange and return each rank's number of tokens, its capacity, and its tokens that make each lane's hops."""
         mine = [slots.counts.cumsum(0).flip(0) for slots in leaving]
         head = torch.tensor([num_tokens, capacity], device=leaving[0].counts.device if leaving else None)
         ones = [1] * self.experts.size
-        told_P = exchange_now(torch.cat([head, *mine]).repeat(len(ones), 1), ones, ones, self.experts.group)
-        told: list[list[int]] = told_P.tolist()
-        return told
+        counts_P = exchange_now(torch.cat([head, *mine]).repeat(len(ones), 1), ones, ones, self.experts.group)
+        by_rank: list[list[int]] = counts_P.tolist()
+        return by_rank
 
-    def _lanes(self, told: Sequence[Sequence[int]]) -> Iterator[Lane]:
+    def _lanes(self, by_rank: Sequence[Sequence[int]]) -> Iterator[Lane]:
         begin = 2
         group = self.experts.group
         for step, hops in self.ways.items():
             assert group is not None, "a rank that is alone has no lane"
-            rows = [of_rank[begin : begin + hops] for of_rank in told]
+            rows = [of_rank[begin : begin + hops] for of_rank in by_rank]
             yield Lane(group=group, rank=self.experts.rank, step=step, rows=rows)
             begin += hops
 

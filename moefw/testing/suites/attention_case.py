@@ -21,7 +21,7 @@ from moefw.models.past import within_reach
 from moefw.runtime.naming import canonical_parameters, initialise
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
-from moefw.testing.layer_case import LayerCase
+from moefw.testing.layer_case import LayerCase, whole_piece
 from moefw.testing.suites.watch import same_bits
 
 Results = dict[str, Tensor]
@@ -179,7 +179,7 @@ def attended(layer_case: LayerCase, case: AttentionCase) -> Results:
     x_tD = batch.own(x_BSD.flatten(0, 1)).clone().requires_grad_()
     out_tD = attention(x_tD, attention.tables(batch), batch)
     (out_tD * batch.own(probe_BSD.flatten(0, 1))).sum().backward()
-    shares = {piece.name: _whole(piece) for piece in canonical_parameters(attention)}
+    shares = {piece.name: whole_piece(piece, _grad(piece)) for piece in canonical_parameters(attention)}
     own = {"out": out_tD.detach(), "x": _zero(x_tD.grad, x_tD)}
     return {name: cut.gather(tp.gather(own_tD).view(x_BSD.shape)) for name, own_tD in own.items()} | shares
 
@@ -196,13 +196,3 @@ def _grad(piece: Canonical) -> Tensor:
 
 def _zero(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
-
-
-def _whole(piece: Canonical) -> Tensor:
-    """Whole gradient of a piece, zero where this rank has no part of it."""
-    part = _grad(piece)
-    if piece.shard is None:
-        return part
-    whole = part.new_zeros(piece.shard.whole(part.shape))
-    piece.shard.of(whole).copy_(part)
-    return whole

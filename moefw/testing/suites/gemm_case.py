@@ -20,7 +20,7 @@ from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.memory.dropped import drops, output_of
 from moefw.runtime.naming import initialise
-from moefw.testing.layer_case import LayerCase
+from moefw.testing.layer_case import LayerCase, whole_piece
 from moefw.testing.oracle import expert_output
 from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import same_bits, worst_error
@@ -149,22 +149,13 @@ def _by_name(experts: Any, variables: Sequence[Tensor], grads: Sequence[Tensor |
     pieces: list[Canonical] = list(experts.canonical())
     filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables, grads, strict=True)]
     by_parameter = {id(variable): grad for variable, grad in zip(variables, filled, strict=True)}
-    by_name = {piece.name: _whole(piece, piece.of(by_parameter[id(piece.parameter)])) for piece in pieces}
+    by_name = {piece.name: whole_piece(piece, piece.of(by_parameter[id(piece.parameter)])) for piece in pieces}
     return {"rows": filled[0], "row_weights": filled[1], **by_name}
-
-
-def _whole(piece: Canonical, part: Tensor) -> Tensor:
-    """Whole tensor of a piece, zero where this rank has no part of it."""
-    if piece.shard is None:
-        return part
-    whole = part.new_zeros(piece.shard.whole(part.shape))
-    piece.shard.of(whole).copy_(part)
-    return whole
 
 
 def parameters_of(experts: Any) -> Results:
     """Copy of each parameter by canonical name, zero where this rank has no part of it."""
-    return {piece.name: _whole(piece, piece.of(piece.parameter.detach())).clone() for piece in experts.canonical()}
+    return {piece.name: whole_piece(piece, piece.of(piece.parameter.detach())).clone() for piece in experts.canonical()}
 
 
 def dense(
