@@ -162,7 +162,7 @@ def test_a_schedule_that_gives_no_rate_is_named_with_what_it_gives(
     with pytest.raises(PluginError) as caught:
         train("train.schedule.use=odd", hook="moefw_schedules", functions=[lambda: [Odd]])
     assert not [*files_open_in(tmp_path / "run")]
-    where = "plugin 'odd' (distribution odd-parts 1.5) fails in moefw_schedules, step 3, rank 0: "
+    where = "plugin 'odd' (distribution odd-parts 1.5) fails in schedule, step 3, rank 0: "
     assert str(caught.value).startswith(where + shown)
     assert str(caught.value).endswith(" Mend or uninstall odd-parts.")
     assert caught.value.exit_code == 1, "it may fail on one rank alone, which has to say so"
@@ -216,7 +216,7 @@ def test_a_data_source_that_misbehaves_in_a_step_is_named(
         train(
             "data={use: odd, path: %s}" % (tmp_path / "text.txt"), hook="moefw_data_sources", functions=[lambda: [Odd]]
         )
-    where = "plugin 'odd' (distribution odd-parts 1.5) fails in moefw_data_sources, step 1, rank 0: "
+    where = "plugin 'odd' (distribution odd-parts 1.5) fails in data_source, step 1, rank 0: "
     assert str(caught.value).startswith(where + shown)
 
 

@@ -84,7 +84,6 @@ class PrecisionSuite(Suite):
     ``gemms`` must take the operands.
     """
 
-    section = "precision"
     rtol: ClassVar[float | None] = None
     block: ClassVar[int] = 32
     gemms: ClassVar[Sequence[Mapping[str, Any]]] = ({"use": "grouped"}, {"use": "loop"})

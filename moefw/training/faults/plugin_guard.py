@@ -66,7 +66,7 @@ class PluginGuard:
 
     def _fault(self, part: RegisteredPlugin, step: int, what: str) -> MisbehaviourError:
         who = f"plugin {part.name!r} (distribution {part.distribution} {part.version})"
-        place = f"{part.hook}, step {step + 1}, rank {self._rank}"
+        place = f"{part.kind}, step {step + 1}, rank {self._rank}"
         return MisbehaviourError(
             f"{who} fails in {place}: {' '.join(what.split())}", f"Mend or uninstall {part.distribution}."
         )

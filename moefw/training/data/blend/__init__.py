@@ -26,7 +26,7 @@ class Blend(DataSourcePlugin):
 
     name: ClassVar[str] = "blend"
 
-    parts: tuple[Choice, ...] = chosen("moefw_data_sources")
+    parts: tuple[Choice, ...] = chosen("data_source")
     """Sources, each with its ``weight``: ``[{use: text, path: a, weight: 0.7}, ...]``; none is a blend."""
 
     @property

@@ -1,4 +1,4 @@
-"""The contract of memory policies of the optimizer: ``class TestMine(OptimizerMemorySuite): plugin = Mine``."""
+"""The contract of memory policies of the optimizer: ``class TestMine(OptimizerMemoryPolicySuite): plugin = Mine``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefw.core.plugin import OptimizerPlugin
 from moefw.runtime.optimizer_states import OptimizerPolicy
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
-from moefw.testing.suites.optimizer_memory_case import Rested, rested
+from moefw.testing.suites.optimizer_memory_policy_case import Rested, rested
 from moefw.testing.suites.runs import open_context, whole_model
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL
@@ -37,14 +37,13 @@ class Closed(OptimizerPlugin):
         return torch.optim.SGD(parameters.values(), lr=lr)
 
 
-class OptimizerMemorySuite(Suite):
+class OptimizerMemoryPolicySuite(Suite):
     """Tests a memory policy of the optimizer's states against its contract, with given gradients.
 
     ``rtol``: largest deviation from the untreated run, of a state as a share of its tensor's largest value, of a
     parameter as a share of the learning rate; None: no bit may differ.
     """
 
-    section = "memory"
     rtol: ClassVar[float | None] = 0.05
 
     def layer_case(self, **settings: Any) -> LayerCase:
@@ -98,7 +97,7 @@ class OptimizerMemorySuite(Suite):
         name = self.plugin.name
         refusal = self._refusal({**SMALL["train"], "optimizer": {"use": "closed"}})
         what = f"{name} accepts an optimizer that does not offer its states."
-        assert refusal is not None, f"{what} Let needs() ask for the region, as OptimizerMemoryPlugin.needs does."
+        assert refusal is not None, f"{what} Let needs() ask for the region, as OptimizerMemoryPolicyPlugin.needs does."
         error = f"{type(refusal).__name__}: {refusal}"
         assert isinstance(refusal, PlanError), f"{name} refuses such an optimizer with no PlanError ({error})."
         is_named = "region optimizer" in str(refusal)

@@ -1,8 +1,8 @@
-from moefw.testing import MemorySuite
+from moefw.testing import MemoryPolicySuite
 
 from moefw_sample import Sample
 
 
-class TestSample(MemorySuite):
+class TestSample(MemoryPolicySuite):
     plugin = Sample
     options = {"regions": ["experts"]}

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import broken_policies as policies
+import broken_memory_policies as policies
 from moefw.plugins.memory.keep import Keep
 from moefw.plugins.memory.offload import Offload
 from moefw.plugins.memory.recompute import Recompute
-from moefw.testing.suites.memory import MemorySuite
+from moefw.testing.suites.memory_policy import MemoryPolicySuite
 
 BROKEN: list[tuple[Any, str, str]] = [
     (policies.RunsTwice, "a_region_runs_once", "runs a region 2 times in forward"),
@@ -40,34 +40,34 @@ BROKEN: list[tuple[Any, str, str]] = [
 def test_what_is_broken_is_caught_and_named(
     must_catch: Callable[..., None], plugin: Any, check: str, says: str
 ) -> None:
-    must_catch(MemorySuite, plugin, check, says)
+    must_catch(MemoryPolicySuite, plugin, check, says)
 
 
-class TestHalf(MemorySuite):
+class TestHalf(MemoryPolicySuite):
     plugin = policies.Half
 
 
 @pytest.mark.deep
-class TestKeep(MemorySuite):
+class TestKeep(MemoryPolicySuite):
     plugin = Keep
 
 
-class TestRecompute(MemorySuite):
+class TestRecompute(MemoryPolicySuite):
     plugin = Recompute
 
 
-class TestRecomputeOfTheLoop(MemorySuite):
+class TestRecomputeOfTheLoop(MemoryPolicySuite):
     plugin = Recompute
     regions = ("moe_act", "experts")
     parts = {"gemm": {"use": "loop"}, "precision": {"use": "bf16"}}
 
 
-class TestOffload(MemorySuite):
+class TestOffload(MemoryPolicySuite):
     plugin = Offload
     options = {"min_bytes": 0}
 
 
-class TestOffloadOfTheLoop(MemorySuite):
+class TestOffloadOfTheLoop(MemoryPolicySuite):
     plugin = Offload
     options = {"min_bytes": 0, "fraction": 0.5}
     regions = ("moe_act", "experts")

@@ -8,7 +8,7 @@ from typing import ClassVar
 import moefw
 from attrs import frozen
 
-moefw_api = ">=2,<3"
+moefw_api = ">=3,<4"
 
 
 @frozen
@@ -24,7 +24,7 @@ class Sample(moefw.ContextParallelPlugin):
 
     def build(self, context: moefw.BuildContext) -> moefw.ContextAttention:
         """Core of the attention of one layer."""
-        from moefw_sample.context import SampleAttention
+        from moefw_sample.context_parallel import SampleAttention
 
         return SampleAttention(context.layout)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moefw
-from moefw.core.plugin import MemoryPlugin
+from moefw.core.plugin import MemoryPolicyPlugin
 from moefw.core.stages import Routing
 from moefw.runtime.layer import MoELayer
 
 
 @frozen
-class _Policy(MemoryPlugin, moefw.MemoryPolicy):
+class _Policy(MemoryPolicyPlugin, moefw.MemoryPolicy):
     """A plugin that is its own runtime part."""
 
     mechanism: ClassVar[str] = "recompute"

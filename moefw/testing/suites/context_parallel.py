@@ -78,8 +78,6 @@ CASES = (
 class ContextParallelSuite(Suite):
     """Tests an algorithm against attention on one rank: outputs, and gradients of queries, keys, values and sinks."""
 
-    section = "context_parallel"
-
     def worlds(self) -> Iterator[tuple[int, LayerCase]]:
         """Yield the numbers of ranks on which the algorithm fits eight heads, with a spec for each."""
         for world in (2, *(each for each in self.profile.worlds if each > 2)):

@@ -1,4 +1,4 @@
-"""The contract of memory policies: ``class TestMine(MemorySuite): plugin = Mine``."""
+"""The contract of memory policies: ``class TestMine(MemoryPolicySuite): plugin = Mine``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moefw.core.errors import MoefwError, PlanError
 from moefw.core.facts import ANY
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
-from moefw.testing.suites.memory_case import LARGE, Observed, observed, probe_region, region_of
+from moefw.testing.suites.memory_policy_case import LARGE, Observed, observed, probe_region, region_of
 from moefw.testing.suites.runs import open_context, whole_model
 from moefw.testing.suites.watch import same_bits, worst_error
 
@@ -31,7 +31,7 @@ FLOOR = 1e-2
 """Gradients below this share of the largest one nearly cancel; their errors are relative to this share."""
 
 
-class MemorySuite(Suite):
+class MemoryPolicySuite(Suite):
     """Tests a memory policy against its contract: it changes no bit of any result.
 
     If the plugin offers ``rtol``, the gradients of a model of one layer may differ by this share of their largest
@@ -42,7 +42,6 @@ class MemorySuite(Suite):
     those that need a policy that can repeat a movement (``wrap_movement``).
     """
 
-    section = "memory"
     regions: ClassVar[Sequence[str]] = ()
     holding: ClassVar[Sequence[str]] = ("layer",)
     movements: ClassVar[Sequence[str]] = ("dispatch",)
@@ -214,7 +213,7 @@ class MemorySuite(Suite):
         name = self.plugin.name
         refusal = self._refusal("nowhere")
         what = f"{name} accepts the region 'nowhere', which is not there."
-        assert refusal is not None, f"{what} Let needs() ask for each region, as MemoryPlugin.needs does."
+        assert refusal is not None, f"{what} Let needs() ask for each region, as MemoryPolicyPlugin.needs does."
         error = f"{type(refusal).__name__}: {refusal}"
         assert isinstance(refusal, PlanError), f"{name} refuses a region that is not there with no PlanError ({error})."
         is_named = "nowhere" in str(refusal)
