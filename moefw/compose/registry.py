@@ -19,6 +19,8 @@ from attrs import frozen
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
+import moefw
+from moefw.compose.built_in import built_in
 from moefw.compose.process_state import kept
 from moefw.compose.spec.sections import inner_plugins
 from moefw.compose.spec.structure import require_readable
@@ -58,7 +60,7 @@ class RegisteredPlugin:
 
 @frozen
 class Offer:
-    """An installed entry point, not imported yet. Its name is the name of a part or of an observer."""
+    """A built-in part, or an installed entry point, not imported yet. Its name is that of a part or of an observer."""
 
     entry: EntryPoint
     distribution: str
@@ -84,6 +86,8 @@ class Registry:
         self._observers: dict[str, Offer] = {}
         allowed = _allowed(os.environ)
         known_as: dict[Any, tuple[str, str]] = {None: ("?", "?")}
+        for name, module in built_in().items():
+            self._offers[name] = [Offer(EntryPoint(name, module, GROUP), OURS, moefw.__version__)]
         for entry in entry_points(group=GROUP):
             if entry.dist and entry.dist not in known_as:  # both parse the whole metadata
                 known_as[entry.dist] = entry.dist.name, entry.dist.version

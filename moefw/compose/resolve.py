@@ -17,10 +17,11 @@ from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
 from moefw.compose.routes import route_problems
-from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, over, plugin_fields, with_defaults
+from moefw.compose.spec.sections import RESERVED, Spec, TrainSpec, over, plugin_fields, with_defaults
 from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, depends_on_unread, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
 from moefw.compose.stages import stage_problems
+from moefw.core.choice import Choice
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
 from moefw.core.facts import ANY, FACTS, Need, Offers, offers

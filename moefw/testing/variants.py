@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any, Final, Literal, get_args, get_origin
 
 import attrs
 from attrs import field, frozen
 
-from moefw.compose.registry import GROUP, RegisteredPlugin, Registry
+from moefw.compose.built_in import built_in
+from moefw.compose.registry import RegisteredPlugin, Registry
 from moefw.core.kinds import KINDS, Kind
 from moefw.core.plugin import MemoryPolicyPlugin, OptimizerMemoryPolicyPlugin, Plugin
 from moefw.testing.built_in import BUILT_IN
@@ -87,8 +87,7 @@ def variants(registry: Registry, *, include: Collection[str] = ()) -> dict[str, 
 
     ``include`` names plugins that are registered or installed. Nothing else is imported. See :func:`of_part`.
     """
-    built_in = [entry.name for entry in entry_points(group=GROUP) if entry.dist and entry.dist.name == OURS]
-    for name in (*built_in, *include):
+    for name in (*built_in(), *include):
         registry.load(name)
     parts = [part for part in registry.parts() if part.distribution == OURS or part.name in include]
     parts.sort(key=lambda part: part.name not in FIRST)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefw import DataError, Dims, TokenStream
+from moefw.plugins.data.blend.source import BlendSource
 from moefw.testing.packed_text import MIXED, Documents
-from moefw.training.data.blend.source import BlendSource
 from moefw.training.data.packing.schedule import Room, schedule, token_work
 from moefw.training.data.packing.sequences import SequenceOrder, document_parts, sequence_order
 

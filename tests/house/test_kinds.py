@@ -13,8 +13,9 @@ import moefw
 import moefw.testing
 from moefw.commands.new import PIECES, TEMPLATES
 from moefw.compose.assembly import ChosenPlugins
-from moefw.compose.spec.sections import Choice, Spec, TrainSpec, plugin_fields
+from moefw.compose.spec.sections import Spec, TrainSpec, plugin_fields
 from moefw.core import hooks
+from moefw.core.choice import Choice
 from moefw.core.kinds import CERTIFIED, KINDS, Kind, kind_of
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -22,8 +22,8 @@ from moefw.compose.resolve import assemble
 from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import PluginError
 from moefw.core.plugin import SchedulePlugin
+from moefw.plugins.data.text import Text
 from moefw.training import trainer
-from moefw.training.data import Text
 from moefw.training.metrics import read_metrics
 from moefw.training.world import Place
 

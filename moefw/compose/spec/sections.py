@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
-from attrs import Attribute, Factory, field, frozen
+from attrs import Attribute, field, frozen
 from attrs.validators import ge, gt, optional
 
-from moefw.compose.spec.source import UNREAD, KeyPath, Marks, Tree, show
-from moefw.core.errors import Problem
+from moefw.compose.spec.source import KeyPath, Tree
+from moefw.core.choice import Choice, chosen
 
 RESERVED = ("use", "preset")
-
-
-@frozen
-class Choice:
-    """A plugin by name, and the options next to ``use:`` (``preset:`` names a set of options)."""
-
-    use: str
-    options: Mapping[str, Any] = Factory(dict)
-
-    @classmethod
-    def from_data(cls, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Choice | None:
-        """Choice of ``{use: name, option: value, ...}``, or None if it names no plugin."""
-        if not isinstance(data, Mapping):
-            example = data if isinstance(data, str) and data.isprintable() else "name, option: value"
-            fix = f"Write {{use: {example}}}."
-            problems.append(Problem(f"{show(data)} is not a mapping that names a plugin.", fix, marks.where(path)))
-            return None
-        use = data.get("use")
-        if isinstance(use, str):
-            return cls(use, {key: value for key, value in data.items() if key != "use"})
-        if use is not UNREAD:
-            what = "'use' is missing." if use is None else f"{show(use)} is not the name of a plugin."
-            problems.append(Problem(what, "`moefw plugins` lists them.", marks.where((*path, "use"))))
-        return None
-
-    def to_data(self) -> dict[str, object]:
-        """Mapping as it is written in a file."""
-        return {"use": self.use, **self.options}
-
-
-def chosen(kind: str, **kwargs: Any) -> Any:
-    """Field that holds a :class:`Choice` among the plugins of a kind (``moefw.core.kinds``), or several.
-
-    As an option of a plugin, it holds several, and the plugins themselves in the place of their choices.
-    """
-    return field(metadata={"kind": kind}, **kwargs)
 
 
 @frozen(kw_only=True)

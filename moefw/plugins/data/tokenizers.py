@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefw.core.errors import DataError
+from moefw.plugins.data.encoding import EncodingProcess
 from moefw.system.untrusted_files import read_regular
-from moefw.training.data.encoding import EncodingProcess
 
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 """Names of the token that ends a document, the likelier ones first."""

@@ -10,9 +10,9 @@ from typing import Any, Final
 from attrs import frozen
 
 from moefw.core.errors import DataError
-from moefw.training.data.bpe import SAMPLE_BYTES
-from moefw.training.data.split import Split, TextDocument, hash_place
-from moefw.training.faults.stamps import stamp
+from moefw.plugins.data.bpe import SAMPLE_BYTES
+from moefw.plugins.data.split import Split, TextDocument, hash_place
+from moefw.system.stamps import stamp
 
 STAMP_ROWS: Final = 1000
 

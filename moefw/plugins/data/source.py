@@ -9,19 +9,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import final
 
-from moefw.core.data import DataSource, TokenStream
+from moefw.core.data import TOKENIZER, DataSource, TokenStream
 from moefw.core.errors import DataError
-from moefw.system.files import replaced_file
-from moefw.training.data.bpe import train_bpe
-from moefw.training.data.corpus import Corpus, find_corpus
-from moefw.training.data.corpus_ids import Encode, write_tokens
-from moefw.training.data.encoding import EncodingError, EncodingProcess
-from moefw.training.data.numbers import NumberFile
-from moefw.training.data.options import Options, Tokenized
-from moefw.training.data.prepared import HELDOUT, HELDOUT_TEXT, TRAIN, Prepared, describe, kept_in, prepare_folder
-from moefw.training.data.progress import EncodingProgress
-from moefw.training.data.split import Split, TextDocument, split_corpus
-from moefw.training.data.tokenizers import (
+from moefw.plugins.data.bpe import train_bpe
+from moefw.plugins.data.corpus import Corpus, find_corpus
+from moefw.plugins.data.corpus_ids import Encode, write_tokens
+from moefw.plugins.data.encoding import EncodingError, EncodingProcess
+from moefw.plugins.data.numbers import NumberFile
+from moefw.plugins.data.options import Options, Tokenized
+from moefw.plugins.data.prepared import HELDOUT, HELDOUT_TEXT, TRAIN, Prepared, describe, kept_in, prepare_folder
+from moefw.plugins.data.progress import EncodingProgress
+from moefw.plugins.data.split import Split, TextDocument, split_corpus
+from moefw.plugins.data.tokenizers import (
     TextTokenizer,
     fingerprint,
     load_tokenizer,
@@ -29,8 +28,8 @@ from moefw.training.data.tokenizers import (
     read_json,
     read_tokenizer,
 )
-from moefw.training.data.tokens import STARTS, TokenFile, starts_file, token_dtype
-from moefw.training.folder import TOKENIZER
+from moefw.plugins.data.tokens import STARTS, TokenFile, starts_file, token_dtype
+from moefw.system.files import replaced_file
 
 FORMAT = 3
 """Increased when the prepared files of the same corpus would change."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefw.core.data import TokenStream
-from moefw.training.data.numbers import NumberFile
+from moefw.plugins.data.numbers import NumberFile
 
 STARTS: Final = np.dtype("<i8")
 """The type of the files of document starts."""

@@ -7,7 +7,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from moefw.training.data.hashed import HashedFile
+from moefw.plugins.data.hashed import HashedFile
 
 
 @final

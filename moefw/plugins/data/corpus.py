@@ -11,7 +11,7 @@ from pathlib import Path
 from attrs import evolve, frozen
 
 from moefw.core.errors import DataError
-from moefw.training.faults.stamps import stamp
+from moefw.system.stamps import stamp
 
 PIECE_BYTES = 1 << 22
 CACHE_TAG = "CACHEDIR.TAG"

@@ -14,15 +14,15 @@ from typing import Final
 import numpy as np
 
 from moefw.core.errors import DataError
-from moefw.training.data.hashed import CHUNK_BYTES, HashedFile, KnownHashes, SeenHashes, chunk_hashes, num_chunks
-from moefw.training.data.megatron.index import read_index
-from moefw.training.data.numbers import NumberFile
-from moefw.training.data.prepared import HELDOUT_TEXT, SEEN, describe, kept_in, prepare_folder
-from moefw.training.data.source import FORMAT, PreparedSource, encoder
-from moefw.training.data.tokenizers import TextTokenizer, fingerprint, load_tokenizer, not_a_tokenizer, read_tokenizer
-from moefw.training.data.tokens import STARTS, TokenFile
-from moefw.training.data.windows import read_ids
-from moefw.training.faults.stamps import stamp
+from moefw.plugins.data.hashed import CHUNK_BYTES, HashedFile, KnownHashes, SeenHashes, chunk_hashes, num_chunks
+from moefw.plugins.data.megatron.index import read_index
+from moefw.plugins.data.numbers import NumberFile
+from moefw.plugins.data.prepared import HELDOUT_TEXT, SEEN, describe, kept_in, prepare_folder
+from moefw.plugins.data.source import FORMAT, PreparedSource, encoder
+from moefw.plugins.data.tokenizers import TextTokenizer, fingerprint, load_tokenizer, not_a_tokenizer, read_tokenizer
+from moefw.plugins.data.tokens import STARTS, TokenFile
+from moefw.runtime.windows import read_ids
+from moefw.system.stamps import stamp
 
 HELDOUT_TOKENS: Final = 1 << 24
 """More are not held out: their text is kept, and compressed to compare."""

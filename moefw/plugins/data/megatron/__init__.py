@@ -13,7 +13,7 @@ from attrs.validators import and_, gt, lt, min_len
 import moefw
 from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
-from moefw.training.data.options import NUM_BYTES, absolute, token_ids
+from moefw.plugins.data.options import NUM_BYTES, absolute, token_ids
 
 
 @frozen(kw_only=True)
@@ -49,7 +49,7 @@ class Megatron(DataSourcePlugin):
         The ids stay where they are. ``cache_dir`` gets the document starts, the held-out text, and a hash of each part
         of the ids as it is first read.
         """
-        from moefw.training.data.megatron.source import prepare_megatron
+        from moefw.plugins.data.megatron.source import prepare_megatron
 
         return prepare_megatron(self.path, self.tokenizer, self.heldout, cache_dir)
 

@@ -12,10 +12,10 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from moefw.plugins.data import encoding_child
+from moefw.plugins.data.encoding_child import receive, send
 from moefw.system.folders import temporary_folder
 from moefw.system.python import python
-from moefw.training.data import encoding_child
-from moefw.training.data.encoding_child import receive, send
 
 
 class EncodingError(Exception):

@@ -8,7 +8,7 @@ import attrs
 from attrs import evolve, frozen
 from attrs.validators import min_len
 
-from moefw.training.data.options import Tokenized, absolute
+from moefw.plugins.data.options import Tokenized, absolute
 
 PACKAGE = "pyarrow"
 INSTALL = "Install it with: pip install 'moefw[parquet]', or convert the files to JSON lines (use: jsonl)."

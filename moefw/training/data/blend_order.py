@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from moefw.core.data import DataSource
 from moefw.core.errors import DataError
-from moefw.training.data.blend.proportions import pattern
-from moefw.training.data.blend.source import BlendSource
+from moefw.plugins.data.blend.proportions import pattern
+from moefw.plugins.data.blend.source import BlendSource
 from moefw.training.data.order import BatchOrder
 
 

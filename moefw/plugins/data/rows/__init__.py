@@ -11,7 +11,7 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
-from moefw.training.data.rows.options import INSTALL, PACKAGE, Rows
+from moefw.plugins.data.rows.options import INSTALL, PACKAGE, Rows
 
 
 @frozen(kw_only=True)
@@ -27,7 +27,7 @@ class JsonLines(Rows):
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
         """Prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
-        from moefw.training.data.rows.read import json_lines, prepare_rows
+        from moefw.plugins.data.rows.read import json_lines, prepare_rows
 
         return prepare_rows(self, json_lines, cache_dir)
 
@@ -49,7 +49,7 @@ class Parquet(Rows):
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
         """Prepared data, from ``cache_dir`` if they are there already. Raises DataError."""
-        from moefw.training.data.rows.read import parquet, prepare_rows
+        from moefw.plugins.data.rows.read import parquet, prepare_rows
 
         return prepare_rows(self, parquet, cache_dir)
 

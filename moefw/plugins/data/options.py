@@ -60,7 +60,7 @@ class Tokenized(DataSourcePlugin):
 
 @frozen(kw_only=True)
 class Options(Tokenized):
-    """Options of :class:`moefw.training.data.Text`."""
+    """Options of :class:`moefw.plugins.data.text.Text`."""
 
     path: str | None = field(default=None, validator=optional(min_len(1)))
     """File or folder of the text. null: the sources of the running Python's standard library."""

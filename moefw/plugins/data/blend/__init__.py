@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from attrs import evolve, frozen
 
 import moefw
-from moefw.compose.spec.sections import Choice, chosen
+from moefw.core.choice import Choice, chosen
 from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
-from moefw.training.data.blend.proportions import LONGEST, whole_weights
-from moefw.training.data.options import Tokenized
+from moefw.plugins.data.blend.proportions import LONGEST, whole_weights
+from moefw.plugins.data.options import Tokenized
 
 
 @frozen(kw_only=True)
@@ -58,7 +58,7 @@ class Blend(DataSourcePlugin):
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
         """Data of all parts. Raises DataError, and PlanError if the parts have different tokenizers."""
-        from moefw.training.data.blend.source import BlendSource
+        from moefw.plugins.data.blend.source import BlendSource
 
         weights = whole_weights(part.weight for part in self.sources)
         return BlendSource([part.prepare(cache_dir) for part in self.sources], weights)

@@ -13,11 +13,11 @@ from typing import Any
 
 from attrs import frozen
 
+from moefw.core.data import TOKENIZER
 from moefw.core.errors import DamagedDataError, DataError
+from moefw.plugins.data.corpus import CACHE_TAG
+from moefw.plugins.data.hashed import CHUNK_BYTES, HASH_BYTES, HashedFile, KnownHashes, chunk_hashes, num_chunks
 from moefw.system.folders import hidden_name, lock_folder, scratch_folder
-from moefw.training.data.corpus import CACHE_TAG
-from moefw.training.data.hashed import CHUNK_BYTES, HASH_BYTES, HashedFile, KnownHashes, chunk_hashes, num_chunks
-from moefw.training.folder import TOKENIZER
 
 TRAIN = "train.bin"
 HELDOUT = "heldout.bin"

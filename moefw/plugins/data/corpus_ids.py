@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefw.core.errors import DataError
-from moefw.training.data.encoding import EncodingError
-from moefw.training.data.split import TextDocument
-from moefw.training.data.tokenizers import TextTokenizer
-from moefw.training.data.tokens import TokenWriter
+from moefw.plugins.data.encoding import EncodingError
+from moefw.plugins.data.split import TextDocument
+from moefw.plugins.data.tokenizers import TextTokenizer
+from moefw.plugins.data.tokens import TokenWriter
 
 PART_BYTES = 1 << 16
 """64 KiB: as fast as larger parts on one core, and a batch has parts for 64 cores."""

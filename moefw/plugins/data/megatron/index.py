@@ -18,8 +18,8 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from moefw.core.errors import DataError
-from moefw.training.data.tokens import STARTS
-from moefw.training.faults.stamps import stamp
+from moefw.plugins.data.tokens import STARTS
+from moefw.system.stamps import stamp
 
 MAGIC: Final = b"MMIDIDX\x00\x00"
 HEADER: Final = struct.Struct("<9sQBQQ")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from moefw.core.errors import DataError
-from moefw.training.data.corpus import find_corpus, unreadable
-from moefw.training.data.rows.options import INSTALL, Rows
-from moefw.training.data.rows.sides import split_rows
-from moefw.training.data.source import PreparedSource, prepare_corpus
+from moefw.plugins.data.corpus import find_corpus, unreadable
+from moefw.plugins.data.rows.options import INSTALL, Rows
+from moefw.plugins.data.rows.sides import split_rows
+from moefw.plugins.data.source import PreparedSource, prepare_corpus
 
 READ_BYTES: Final = 1 << 20
 BATCH_ROWS: Final = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from moefw.training.data.tokenizers import END_OF_TEXT
+from moefw.plugins.data.tokenizers import END_OF_TEXT
 
 SAMPLE_BYTES = 1 << 26
 """64 MiB: the part of a longer text that is used."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import PlanError, Problem
-from moefw.training.data.windows import read_ids
+from moefw.runtime.windows import read_ids
 
 
 @final

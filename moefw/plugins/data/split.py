@@ -8,7 +8,7 @@ from typing import Protocol
 
 from attrs import frozen
 
-from moefw.training.data.corpus import Corpus, Document, halves, text_documents
+from moefw.plugins.data.corpus import Corpus, Document, halves, text_documents
 
 
 class TextDocument(Protocol):

@@ -1,0 +1,1 @@
+"""Data sources, and the files and tokenizers that they share."""
