@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 import record
-from moefw.training.data.bpe import train_bpe
-from moefw.training.data.corpus import Document, find_corpus, text_documents
-from moefw.training.data.corpus_ids import write_tokens
-from moefw.training.data.encoding import EncodingProcess
-from moefw.training.data.tokenizers import JsonTokenizer
+from moefw.plugins.data.bpe import train_bpe
+from moefw.plugins.data.corpus import Document, find_corpus, text_documents
+from moefw.plugins.data.corpus_ids import write_tokens
+from moefw.plugins.data.encoding import EncodingProcess
+from moefw.plugins.data.tokenizers import JsonTokenizer
 from timing import race
 
 

@@ -19,8 +19,8 @@ done
 
 cd "$work/empty"
 echo "They are listed, with their distributions:"
-"$bin/moefw" plugins | grep -E '^moefw_dispatchers +ring +moefw-ring 0\.1\.0 +yes '
-"$bin/moefw" plugins | grep -E '^moefw_dispatchers +two_hop +moefw-two-hop 0\.1\.0 +yes '
+"$bin/moefw" plugins | grep -E '^dispatcher +ring +moefw-ring 0\.1\.0 +yes '
+"$bin/moefw" plugins | grep -E '^dispatcher +two_hop +moefw-two-hop 0\.1\.0 +yes '
 
 echo "A spec takes it, and its options:"
 spec="$work/source/examples/quickstart.yaml"
@@ -34,7 +34,7 @@ done
 echo "A package of moefw new installs and is certified, too:"
 "$bin/moefw" new router mine
 "$bin/python" -m pip install -qq ./moefw-mine
-"$bin/moefw" plugins | grep -E '^moefw_routers +mine +moefw-mine 0\.1\.0 +yes '
+"$bin/moefw" plugins | grep -E '^router +mine +moefw-mine 0\.1\.0 +yes '
 "$bin/python" -m pytest --quiet -p no:cacheprovider --moefw-router mine
 
 echo "They train on two ranks as alltoall does:"

@@ -6,7 +6,7 @@ import importlib.util
 import keyword
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -16,94 +16,16 @@ from attrs import frozen
 import moefw
 from moefw.compose.registry import Registry
 from moefw.core.errors import Problem, SpecError
+from moefw.core.kinds import KINDS
 from moefw.system.folders import scratch_folder
 
 TEMPLATES: Final = Path(__file__).parent.parent / "templates"
-"""``package`` holds the files of all kinds; a kind's own files replace them. Everything is called ``sample`` there."""
+"""``package`` holds the files of all kinds; a kind's own files replace them. Everything is called ``sample`` there.
+
+A kind's ``spec.yaml`` and ``changes.md`` are pieces of its ``README.md``: how a spec chooses it, and what to change.
+"""
+PIECES: Final = {"{spec}": "spec.yaml", "{changes}": "changes.md"}
 LONGEST_NAME: Final = 32
-
-
-@frozen
-class Kind:
-    """A kind of plugin that ``moefw new`` writes, called ``noun`` in a sentence.
-
-    ``spec`` chooses it in a spec. ``runtime`` says what to change in its file, or at ``where`` if it has none.
-    """
-
-    noun: str
-    suite: str
-    spec: str
-    runtime: str
-    where: str = ""
-
-    @property
-    def one(self) -> str:
-        """The noun with its article."""
-        return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
-
-
-KINDS: Final[Mapping[str, Kind]] = {
-    "dispatcher": Kind(
-        "dispatcher",
-        "DispatcherSuite",
-        "dispatch: {use: sample}",
-        "how rows travel: `plan` exchanges metadata, each movement is a start and a finish.",
-    ),
-    "attention": Kind(
-        "attention",
-        "AttentionSuite",
-        "attention: {use: sample}",
-        "how a token reads the earlier tokens of its document: projections around\n"
-        "  `attend`, heads split over the ranks of tp. `tests` has its formula.",
-    ),
-    "context": Kind(
-        "context parallelism",
-        "ContextParallelSuite",
-        "context_parallel: {use: sample}",
-        "what the ranks of cp exchange around the core of attention, in forward and backward.",
-    ),
-    "router": Kind(
-        "router",
-        "RouterSuite",
-        "routing: {use: sample}",
-        "how tokens choose. What is to be known after a step goes into `stats`; state is declared in\n"
-        "  `state_spec` and moves in `update`. If tokens look at each other, `offers` must say so: `partition`.",
-    ),
-    "gemm": Kind(
-        "GEMM",
-        "GemmSuite",
-        "gemm: {use: sample}",
-        "the experts. It owns their parameters and names them in `canonical`, so that\n"
-        "  checkpoints and layouts find them.",
-    ),
-    "precision": Kind(
-        "precision recipe",
-        "PrecisionSuite",
-        "precision: {use: sample}",
-        "how operands are rounded, and in which dtype activations flow.",
-    ),
-    "memory": Kind(
-        "memory policy",
-        "MemorySuite",
-        "memory:\n  - {use: sample, regions: [experts]}",
-        "what happens to what a region saves between forward and backward.",
-    ),
-    "layout": Kind(
-        "layout",
-        "LayoutSuite",
-        "parallel: {use: sample, ep: 2}",
-        "how ranks are arranged into two meshes; the core opens the groups.",
-        where="`Sample.plan` in `moefw_sample/__init__.py`",
-    ),
-    "pipeline": Kind(
-        "pipeline schedule",
-        "PipelineSuite",
-        "pipeline: {use: sample}",
-        "what each rank runs, in order; `rank_of` and `chunks`\n"
-        "  say which stages it has, `check_batches` how many micro-batches it can run.",
-        where="`Sample.order` in `moefw_sample/__init__.py`",
-    ),
-}
 
 
 @click.command()
@@ -115,6 +37,8 @@ def new(kind: str, name: str, into: Path) -> int:
 
     Nothing is written where NAME or the folder is taken.
     """
+    if KINDS[kind].why_not:
+        raise SpecError(f"there is no template of {KINDS[kind].one}.", KINDS[kind].why_not)
     named = Names.of(name, kind)
     problems = [*_name_problems(named, kind), *_place_problems(named, into)]
     if problems:
@@ -151,11 +75,13 @@ class Names:
             fix = f"Use a letter, then letters, digits and single hyphens, {LONGEST_NAME} characters at most."
             raise SpecError(what, fix)
         words = part.split("-")
+        of_kind = kind.split("_")
+        says_kind = len(words) > len(of_kind) and words[-len(of_kind) :] == of_kind
         return cls(
             part=part,
             module="_".join(["moefw", *words]),
             distribution=f"moefw-{part}",
-            declaration="".join(map(str.capitalize, words[:-1] if words[1:] and words[-1] == kind else words)),
+            declaration="".join(map(str.capitalize, words[: -len(of_kind)] if says_kind else words)),
         )
 
 
@@ -172,7 +98,9 @@ def _name_problems(names: Names, kind: str) -> Iterator[Problem]:
     if names.part in ("true", "false", "null", "none") or keyword.iskeyword(names.declaration):
         yield Problem(f"{names.part!r} is a word of YAML or Python.", "Use another name.")
     elif names.declaration in words:
-        yield Problem(f"the {kind} needs the name {names.declaration} for something else.", "Use another name.")
+        yield Problem(
+            f"the {KINDS[kind].noun} needs the name {names.declaration} for something else.", "Use another name."
+        )
 
 
 def _place_problems(names: Names, into: Path) -> Iterator[Problem]:
@@ -190,20 +118,20 @@ def _sources(kind: str) -> dict[Path, Path]:
         path.relative_to(folder): path
         for folder in folders
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.name not in PIECES.values()
     }
 
 
 def _write(kind: str, names: Names, into: Path) -> Path:
     """Write the package to a temporary folder and rename that, so that it appears whole or not at all."""
-    where = KINDS[kind].where or f"`moefw_sample/{kind}.py`"
+    one = KINDS[kind].one
+    pieces = {word: (TEMPLATES / kind / file).read_text(encoding="utf-8").rstrip() for word, file in PIECES.items()}
     words = {
-        "{one}": KINDS[kind].one[0].upper() + KINDS[kind].one[1:],
+        **pieces,
+        "{one}": one[0].upper() + one[1:],
         "{kind}": KINDS[kind].noun,
-        "{spec}": KINDS[kind].spec,
-        "{changes}": f"- {where}: {KINDS[kind].runtime}",
         "moefw>=0.0": "moefw>=" + ".".join(moefw.__version__.split(".")[:2]),
-        "KindSuite": KINDS[kind].suite,
+        "KindSuite": str(KINDS[kind].suite),
         "moefw_sample": names.module,
         "moefw-sample": names.distribution,
         "Sample": names.declaration,

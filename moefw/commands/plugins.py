@@ -1,4 +1,4 @@
-"""``moefw plugins``: every plugin by hook point, its distribution, and whether it is usable here."""
+"""``moefw plugins``: every plugin by kind, its distribution, and whether it is usable here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from moefw.commands.facts import page
+from moefw.commands.facts import page as facts_page
+from moefw.commands.kinds import page as kinds_page
 from moefw.commands.option_texts import option_texts
 from moefw.commands.tables import print_lines
 from moefw.compose.machine import lone_site, this_machine
@@ -22,16 +23,17 @@ from moefw.compose.spec.structure import plain
 from moefw.core.plugin import Plugin
 from moefw.core.site import Dims, Site
 
-HEADINGS = ("hook point", "name", "distribution", "usable here", "what it is")
+HEADINGS = ("kind", "name", "distribution", "usable here", "what it is")
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--kinds", is_flag=True, help="Print the page docs/guides/kinds.md: the kinds of plugin.")
 @click.option("--facts", is_flag=True, help="Print the page docs/guides/facts.md: the words of offers and needs.")
-def plugins(as_json: bool, facts: bool) -> None:
-    """List every part by hook point: distribution, version, usable here or why not; observers; what is not allowed."""
-    if facts:
-        click.echo("\n".join(page()))
+def plugins(as_json: bool, kinds: bool, facts: bool) -> None:
+    """List every part by kind: distribution, version, usable here or why not; observers; what is not allowed."""
+    if kinds or facts:
+        click.echo("\n".join(kinds_page() if kinds else facts_page()))
         return
     registry = Registry()
     problems = registry.load_all()
@@ -48,9 +50,9 @@ def plugins(as_json: bool, facts: bool) -> None:
         _print_table(console, listed)
     else:
         print_lines(HEADINGS, [_row(entry) for entry in listed])
-    for kind, offers in (("observer", registry.observers), ("not allowed", registry.barred)):
+    for what, offers in (("observer", registry.observers), ("not allowed", registry.barred)):
         for offer in offers:
-            console.print(f"{kind}: {' '.join(_origin(offer).values())}", soft_wrap=True)
+            console.print(f"{what}: {' '.join(_origin(offer).values())}", soft_wrap=True)
     for warning in registry.warnings:
         console.print(f"warning: {warning}", soft_wrap=True)
     for problem in problems:
@@ -66,7 +68,7 @@ def describe(part: RegisteredPlugin, site: Site) -> dict[str, Any]:
     usable, reason = _usable(part.declaration, site)
     fields = [field for field in attrs.fields(part.declaration) if field.init]
     return {
-        "hook": part.hook,
+        "kind": part.kind,
         "name": part.name,
         "distribution": part.distribution,
         "version": part.version,
@@ -136,15 +138,15 @@ def _lack(part: Plugin, site: Site) -> str:
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     usable = {True: "in part" if entry["reason"] else "yes", False: "no", None: "depends"}[entry["usable"]]
     what = f"{entry['summary']} ({entry['reason']})" if entry["reason"] else entry["summary"]
-    return entry["hook"], entry["name"], f"{entry['distribution']} {entry['version']}", usable, what.strip()
+    return entry["kind"], entry["name"], f"{entry['distribution']} {entry['version']}", usable, what.strip()
 
 
 def _print_table(console: Console, listed: Sequence[dict[str, Any]]) -> None:
     table = Table(*HEADINGS)
     styles = {True: "", False: "red", None: "yellow"}
-    for _, group in itertools.groupby(listed, key=lambda entry: entry["hook"]):
+    for _, group in itertools.groupby(listed, key=lambda entry: entry["kind"]):
         for index, entry in enumerate(group):
-            hook, *cells = _row(entry)
-            table.add_row("" if index else hook, *cells, style=styles[entry["usable"]])
+            kind, *cells = _row(entry)
+            table.add_row("" if index else kind, *cells, style=styles[entry["usable"]])
         table.add_section()
     console.print(table)

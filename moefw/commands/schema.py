@@ -19,7 +19,9 @@ from moefw.compose.registry import RegisteredPlugin, Registry
 from moefw.compose.spec.sections import Spec
 from moefw.compose.spec.source import Tree
 from moefw.compose.spec.structure import plain
-from moefw.core.plugin import FAMILIES, ModelPlugin
+from moefw.core.choice import Choice
+from moefw.core.kinds import KINDS
+from moefw.core.plugin import ModelPlugin
 
 Schema = dict[str, Any]
 
@@ -80,21 +82,21 @@ class _Writer:
     def of_field(self, field: attrs.Attribute[Any], defaults: Mapping[str, Any]) -> Schema:
         """Schema of a field: a choice among plugins, a section with its own defaults, or an option."""
         default = defaults.get(field.name)
-        hook = field.metadata.get("hook")
-        if hook and get_origin(field.type) is tuple:
-            array = {"type": "array" if default is None else ["array", "null"], "items": self.of_choice(hook, None)}
+        kind = field.metadata.get("kind")
+        if kind and get_origin(field.type) is tuple:
+            array = {"type": "array" if default is None else ["array", "null"], "items": self.of_choice(kind, None)}
             return array if default is None else array | {"default": default}
-        if hook:
-            return self.of_choice(hook, default)
+        if kind:
+            return self.of_choice(kind, default)
         if isinstance(default, Mapping) and isinstance(field.type, type):
             return self.of_class(field.type, default) | {"type": ["object", "null"]}
         return self.of_type(field.type) | _bounds(field.validator) | _default(field, defaults)
 
-    def of_choice(self, hook: str, default: Mapping[str, Any] | None) -> Schema:
-        """Schema of one of the plugins of ``hook``; ``default``: the choice of a spec that leaves it out."""
+    def of_choice(self, kind: str, default: Mapping[str, Any] | None) -> Schema:
+        """Schema of one of the plugins of a kind; ``default``: the choice of a spec that leaves it out."""
         branches = []
         for part in self.parts:
-            if part.hook == hook and not (self.inside and _names_plugins(part.declaration)):
+            if part.kind == kind and not (self.inside and _names_plugins(part.declaration)):
                 try:
                     branches.append(self.of_part(part, default or {}))
                 except Exception as error:
@@ -102,8 +104,7 @@ class _Writer:
                     self.warn(f"the options of {where} raise {type(error).__name__}: {error}")
         if default is not None:
             branches.append(NULL)
-        family = next(family for family in FAMILIES if family.hook == hook)
-        return {"description": _summary(family), "oneOf": branches or [False]}
+        return {"description": KINDS[kind].summary, "oneOf": branches or [False]}
 
     def of_part(self, part: RegisteredPlugin, default: Mapping[str, Any]) -> Schema:
         """Schema of one plugin: ``use``, ``preset`` and its options. A preset may set required options."""
@@ -138,7 +139,7 @@ class _Writer:
             return {"type": "array", "items": self.of_type(args[0])}
         if isinstance(origin, type) and issubclass(origin, Mapping):
             return {"type": "object", "additionalProperties": self.of_type(args[1])}
-        if attrs.has(kind) and not hasattr(kind, "from_data"):
+        if attrs.has(kind) and kind is not Choice:
             return self.of_class(kind, {})
         return {}
 
@@ -150,7 +151,7 @@ class _Writer:
 
 
 def _names_plugins(declaration: type[Any]) -> bool:
-    return any("hook" in field.metadata for field in attrs.fields(declaration))
+    return any("kind" in field.metadata for field in attrs.fields(declaration))
 
 
 def _summary(cls: type[Any]) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble
+from moefw.core.data import TOKENIZER
 from moefw.core.errors import SpecError
-from moefw.training.folder import TOKENIZER, check_seal
+from moefw.training.folder import check_seal
 
 
 def read(spec: str, overrides: Sequence[str], world: int | None = None, *, trains: bool = True) -> Assembly:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from functools import cached_property, reduce
+from operator import getitem
+from typing import TYPE_CHECKING, Any
 
-from attrs import field, fields, frozen
+from attrs import field, frozen
 
 from moefw.compose.spec.sections import Spec, inner_plugins, plugin_fields
 from moefw.compose.spec.structure import plain
 from moefw.compose.stages import stages_of
+from moefw.core.kinds import KINDS, Kind
 from moefw.core.plugin import (
     AttentionPlugin,
     ContextParallelPlugin,
@@ -20,10 +22,11 @@ from moefw.core.plugin import (
     DispatcherPlugin,
     GemmPlugin,
     LayoutPlugin,
-    MemoryPlugin,
+    MemoryPolicyPlugin,
     ModelPlugin,
     OptimizerPlugin,
     PipelinePlugin,
+    Plugin,
     PrecisionPlugin,
     RouterPlugin,
     SchedulePlugin,
@@ -36,16 +39,9 @@ if TYPE_CHECKING:
     from moefw.core.contracts import LayoutPlan
 
 
-SECTIONS: Final = (
-    *("model", "attention", "context_parallel", "routing", "dispatch", "gemm", "precision", "parallel", "pipeline"),
-    "data",
-)
-"""The sections of a spec that are one plugin each."""
-
-
 @frozen(kw_only=True)
 class ChosenPlugins:
-    """The plugins that a spec names, with their options: one per hook point, and any number of memory policies."""
+    """The plugins that a spec names, with their options: one of a kind, and any number of memory policies."""
 
     model: ModelPlugin
     attention: AttentionPlugin
@@ -54,12 +50,17 @@ class ChosenPlugins:
     dispatch: DispatcherPlugin
     gemm: GemmPlugin
     precision: PrecisionPlugin
-    memory: tuple[MemoryPlugin, ...]
+    memory: tuple[MemoryPolicyPlugin, ...]
     parallel: LayoutPlugin
     pipeline: PipelinePlugin
     data: DataSourcePlugin
     optimizer: OptimizerPlugin
     schedule: SchedulePlugin
+
+    def of(self, kind: Kind) -> tuple[Plugin, ...]:
+        """Plugins of a kind: one, unless a spec may choose several."""
+        chosen: Any = getattr(self, kind.key)
+        return chosen if kind.many else (chosen,)
 
 
 @frozen(kw_only=True)
@@ -111,22 +112,22 @@ class Assembly:
     def resolved(self) -> dict[str, Any]:
         """Spec with every option spelled out, as plain data that can be loaded again."""
         data: dict[str, Any] = plain(self.spec)
-        for section in SECTIONS:
-            data[section] = _spelled(getattr(self.parts, section))
-        data["memory"] = [_spelled(part) for part in self.parts.memory]
-        data["train"]["optimizer"] = _spelled(self.parts.optimizer)
-        data["train"]["schedule"] = _spelled(self.parts.schedule)
+        for kind in KINDS.values():
+            *outer, key = kind.section.split(".")
+            section = reduce(getitem, outer, data)
+            spelled = [_spelled(part) for part in self.parts.of(kind)]
+            section[key] = spelled if kind.many else spelled[0]
         return data
 
     def versions(self) -> list[list[str]]:
         """``[hook, name, distribution, version]`` of each part that the spec names."""
-        parts = (getattr(self.parts, field.name) for field in fields(ChosenPlugins) if field.name != "memory")
         named: set[type] = set()
-        for part in (*parts, *self.parts.memory):
-            named.add(type(part))
-            named.update(type(inner) for inner in inner_plugins(part))
+        for kind in KINDS.values():
+            for part in self.parts.of(kind):
+                named.add(type(part))
+                named.update(type(inner) for inner in inner_plugins(part))
         loaded = (registered for registered in self.registry.parts() if registered.declaration in named)
-        return [[part.hook, part.name, part.distribution, part.version] for part in loaded]
+        return [[KINDS[part.kind].hook, part.name, part.distribution, part.version] for part in loaded]
 
     def digest(self) -> str:
         """Hash of the resolved spec, the world and each part's version: equal on all ranks of a run."""

@@ -14,7 +14,7 @@ from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.facts import ANY
-from moefw.core.plugin import OPTIMIZER, MemoryPlugin
+from moefw.core.plugin import OPTIMIZER, MemoryPolicyPlugin
 from moefw.core.records import Canonical
 from moefw.runtime.naming import by_parameter
 from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows, origins
@@ -36,7 +36,7 @@ def build_optimizer(
     offered = plugin.offers(assembly.site)["region"]
     order = [] if offered == ANY else [mechanism for region, mechanism in offered if region == OPTIMIZER]
 
-    def place(policy: MemoryPlugin) -> int:
+    def place(policy: MemoryPolicyPlugin) -> int:
         """Position of a policy among those of the optimizer, from the update outwards."""
         return order.index(policy.mechanism) if policy.mechanism in order else 0
 
@@ -46,7 +46,7 @@ def build_optimizer(
     return OptimizerUnderPolicies(optimizer, states, plugin.states(), dict(by_parameter(model)), assembly.spec.run.seed)
 
 
-def _built(plugin: MemoryPlugin, context: BuildContext) -> OptimizerPolicy:
+def _built(plugin: MemoryPolicyPlugin, context: BuildContext) -> OptimizerPolicy:
     policy = plugin.build(context)
     if not isinstance(policy, OptimizerPolicy):
         what = f"memory policy {plugin.name} treats the region {OPTIMIZER} and builds no moefw.OptimizerPolicy."

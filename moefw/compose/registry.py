@@ -19,12 +19,15 @@ from attrs import frozen
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
+import moefw
+from moefw.compose.built_in import built_in
 from moefw.compose.process_state import unchanged
 from moefw.compose.spec.sections import inner_plugins
 from moefw.compose.spec.structure import require_readable
 from moefw.core import hooks
 from moefw.core.errors import MoefwError, PluginError, Problem, closest, nearest
-from moefw.core.plugin import FAMILIES, Plugin
+from moefw.core.kinds import KINDS, Kind
+from moefw.core.plugin import Plugin
 
 GROUP = "moefw"
 """The entry-point group. The name of an entry point is the name of the part that it declares."""
@@ -43,9 +46,9 @@ _log = logging.getLogger(__name__)
 
 @frozen
 class RegisteredPlugin:
-    """A declared plugin and its distribution."""
+    """A declared plugin, the name of its kind, and its distribution."""
 
-    hook: str
+    kind: str
     name: str
     declaration: type[Plugin]
     distribution: str
@@ -57,7 +60,7 @@ class RegisteredPlugin:
 
 @frozen
 class Offer:
-    """An installed entry point, not imported yet. Its name is the name of a part or of an observer."""
+    """A built-in part, or an installed entry point, not imported yet. Its name is that of a part or of an observer."""
 
     entry: EntryPoint
     distribution: str
@@ -74,7 +77,6 @@ class Registry:
         self.warnings: list[str] = []
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hooks)
-        self._families = {family.hook: family for family in FAMILIES}
         self._parts: dict[tuple[str, str], RegisteredPlugin] = {}
         self._owners: dict[int, tuple[str, str]] = {}
         self._silenced: set[int] = set()
@@ -84,6 +86,8 @@ class Registry:
         self._observers: dict[str, Offer] = {}
         allowed = _allowed(os.environ)
         known_as: dict[Any, tuple[str, str]] = {None: ("?", "?")}
+        for name, module in built_in().items():
+            self._offers[name] = [Offer(EntryPoint(name, module, GROUP), OURS, moefw.__version__)]
         for entry in entry_points(group=GROUP):
             if entry.dist and entry.dist not in known_as:  # both parse the whole metadata
                 known_as[entry.dist] = entry.dist.name, entry.dist.version
@@ -190,53 +194,51 @@ class Registry:
             raise PluginError(
                 f"plugin {label} breaks the hook interface: {' '.join(str(error).split())}.", hint
             ) from error
-        self._parts |= {(part.hook, part.name): part for part in declared}
+        self._parts |= {(part.kind, part.name): part for part in declared}
 
     def _declared(self, module: Any, distribution: str, version: str, label: str) -> Iterator[RegisteredPlugin]:
-        for hook, family in self._families.items():
-            for implementation in self._implementations(hook, of=module):
+        for kind in KINDS.values():
+            for implementation in self._implementations(kind, of=module):
                 try:
                     declarations = list(implementation())
                 except Exception as error:
-                    what = f"plugin {label} raises in {hook}: {type(error).__name__}: {error}."
+                    what = f"plugin {label} raises in {kind.hook}: {type(error).__name__}: {error}."
                     raise PluginError(what, f"Mend or uninstall {distribution}.") from error
                 for declaration in declarations:
-                    if not (isinstance(declaration, type) and issubclass(declaration, family)):
-                        what = f"plugin {label} returns {declaration!r} from {hook}"
-                        raise PluginError(f"{what}, which wants {family.__name__} classes.")
+                    if not (isinstance(declaration, type) and issubclass(declaration, kind.base)):
+                        what = f"plugin {label} returns {declaration!r} from {kind.hook}"
+                        raise PluginError(f"{what}, which wants {kind.base.__name__} classes.")
                     name = _checked_name(declaration, label)
-                    rival: RegisteredPlugin | Offer | None = self._parts.get((hook, name))
+                    rival: RegisteredPlugin | Offer | None = self._parts.get((kind.name, name))
                     announced = (offer for offer in self._offers.get(name, ()) if offer.distribution != distribution)
                     rival = rival or next(announced, None)
                     if rival:
-                        what = f"two plugins are called {name!r} in {hook}: one of {rival.distribution} {rival.version}"
-                        fix = _way_out(name, [rival.distribution, distribution])
-                        raise PluginError(f"{what}, one of {distribution} {version}.", fix)
-                    yield RegisteredPlugin(hook, name, declaration, distribution, version)
+                        rivals = f"one of {rival.distribution} {rival.version}, one of {distribution} {version}"
+                        what = f"two plugins are called {name!r} in {kind.hook}: {rivals}."
+                        raise PluginError(what, _way_out(name, [rival.distribution, distribution]))
+                    yield RegisteredPlugin(kind.name, name, declaration, distribution, version)
 
     def _only_observes(self, module: Any) -> bool:
         """Whether a module implements hooks, and no declaring one."""
         callers = self._manager.get_hookcallers(module) or []
-        return bool(callers) and not any(caller.name in self._families for caller in callers)
+        return bool(callers) and not any(caller.name in hooks.DECLARING for caller in callers)
 
-    def _implementations(self, hook: str, of: Any = None) -> Iterator[Callable[..., Any]]:
-        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
-            if of is None or implementation.plugin is of:
+    def _implementations(self, kind: Kind, of: Any) -> Iterator[Callable[..., Any]]:
+        for implementation in getattr(self._manager.hook, kind.hook).get_hookimpls():
+            if implementation.plugin is of:
                 yield implementation.function
 
-    def get(self, hook: str, name: str) -> RegisteredPlugin:
-        """Return a part, and load its plugin if needed. Raises PluginError with the nearest known name."""
+    def get(self, kind: str, name: str) -> RegisteredPlugin:
+        """Part of a kind, whose plugin is loaded if needed. Raises PluginError with the nearest known name."""
         self.load(name)
-        part = self._parts.get((hook, name))
+        part = self._parts.get((kind, name))
         if part is None and name in self._observers:
             raise PluginError(f"{name!r} is no part: it observes a run.", "Name it in run.observers.")
         if part is None:
-            others = [known for kind, known in self._parts if kind == hook]
-            kinds = ", ".join(kind.removeprefix("moefw_") for kind, known in self._parts if known == name)
-            raise PluginError(
-                f"{name!r} is none of the {hook.removeprefix('moefw_')}; it is one of the {kinds}.",
-                nearest(name, others),
-            )
+            others = [known for other, known in self._parts if other == kind]
+            kinds = ", ".join(KINDS[other].plural for other, known in self._parts if known == name)
+            what = f"{name!r} is none of the {KINDS[kind].plural}; it is one of the {kinds}."
+            raise PluginError(what, nearest(name, others))
         return part
 
     def origin(self, plugin: Plugin | type[Plugin]) -> RegisteredPlugin:
@@ -274,9 +276,9 @@ class Registry:
         return problems
 
     def parts(self) -> list[RegisteredPlugin]:
-        """Loaded parts by hook point and name."""
-        order = list(self._families)
-        return sorted(self._parts.values(), key=lambda part: (order.index(part.hook), part.name))
+        """Loaded parts by kind and name."""
+        order = list(KINDS)
+        return sorted(self._parts.values(), key=lambda part: (order.index(part.kind), part.name))
 
     def problems(self, assembly: Any) -> list[Problem]:
         """Problems that ``moefw_check`` of each loaded plugin finds. Raises PluginError if one raises anything else."""
@@ -382,8 +384,8 @@ def _check_api(module: Any, label: str) -> None:
         fits = SpecifierSet(versions).contains(hooks.API_VERSION)
     except (InvalidSpecifier, TypeError) as error:
         raise PluginError(
-            f"plugin {label} states moefw_api = {versions!r}, which is no version range.", "For example '>=2,<3'."
+            f"plugin {label} states moefw_api = {versions!r}, which is no version range.", "For example '>=3,<4'."
         ) from error
     if not fits:
         what = f"plugin {label} is written for hook API {versions}; this moefw has {hooks.API_VERSION}."
-        raise PluginError(what, "Install a version of it, or of moefw, that fits.")
+        raise PluginError(what, f"Install a version of it, or of moefw, that fits. {hooks.CHANGES}")

@@ -17,11 +17,12 @@ from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
 from moefw.compose.routes import route_problems
-from moefw.compose.spec.sections import RESERVED, Choice, Spec, TrainSpec, over, plugin_fields, with_defaults
+from moefw.compose.spec.sections import RESERVED, Spec, TrainSpec, over, plugin_fields, with_defaults
 from moefw.compose.spec.source import KeyPath, Marks, Tree, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.compose.stages import stage_problems
+from moefw.core.choice import Choice
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
 from moefw.core.facts import ANY, FACTS, Need, Offers, offers
@@ -217,16 +218,16 @@ class _Resolution:
 
     def choose(self, spec: Spec) -> None:
         """Load the plugins that the spec names and read their options."""
-        for path, hook, choice in plugin_fields(spec):
-            part = None if choice is UNKNOWN else self._part(hook, choice, path)
+        for path, kind, choice in plugin_fields(spec):
+            part = None if choice is UNKNOWN else self._part(kind, choice, path)
             if part is not None:
                 self.placed.append(_Placed(path, part))
         with self.asking(()):
             for index, name in enumerate(spec.run.observers):
                 self.ask(("run", "observers", index), self.registry.load, name)
 
-    def _part(self, hook: str, choice: Choice, path: KeyPath) -> Plugin | None:
-        registered = self.ask((*path, "use"), self.registry.get, hook, choice.use)
+    def _part(self, kind: str, choice: Choice, path: KeyPath) -> Plugin | None:
+        registered = self.ask((*path, "use"), self.registry.get, kind, choice.use)
         if registered is None:
             return None
         declaration = registered.declaration
@@ -242,15 +243,15 @@ class _Resolution:
     def _filled(self, part: Plugin, path: KeyPath) -> Plugin:
         """Part, with the plugins that its options name in the place of their choices."""
         for field in attrs.fields(type(part)):
-            hook = field.metadata.get("hook")
+            kind = field.metadata.get("kind")
             choices = getattr(part, field.name)
-            if hook and choices is not UNKNOWN:
-                inner = (self._inner(hook, choice, (*path, field.name, n)) for n, choice in enumerate(choices))
+            if kind and choices is not UNKNOWN:
+                inner = (self._inner(kind, choice, (*path, field.name, n)) for n, choice in enumerate(choices))
                 object.__setattr__(part, field.name, tuple(inner))
         return part
 
-    def _inner(self, hook: str, choice: Any, path: KeyPath) -> Any:
-        part = None if choice is UNKNOWN else self._part(hook, choice, path)
+    def _inner(self, kind: str, choice: Any, path: KeyPath) -> Any:
+        part = None if choice is UNKNOWN else self._part(kind, choice, path)
         if part is None:
             return UNKNOWN
         self.inner.append(_Placed(path, part))
@@ -279,7 +280,7 @@ class _Resolution:
         sections = None
         use = model.get("use")
         if isinstance(use, str) and preset is not UNKNOWN:
-            registered = self.ask(("model", "use"), self.registry.get, "moefw_models", use)
+            registered = self.ask(("model", "use"), self.registry.get, "model", use)
             if registered is not None:
                 sections = self._sections(registered.declaration, preset)
         if sections is not None:

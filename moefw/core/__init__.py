@@ -1,1 +1,1 @@
-"""The core that plugin authors read: hook points, contracts, facts and records. It knows no plugin by name."""
+"""The core that plugin authors read: kinds, hooks, contracts, facts, records. It knows no plugin by name."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import numpy as np
+
+TOKENIZER: Final = "tokenizer.json"
+"""The name of a file that holds a tokenizer."""
 
 
 class TokenStream(ABC):

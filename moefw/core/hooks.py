@@ -1,4 +1,4 @@
-"""All hook points.
+"""All hooks: one that declares plugins for each kind in the table of ``moefw.core.kinds``, and those below.
 
 A plugin is a module that implements some of them with ``@moefw.hookimpl``. Declaring hooks are called once per process,
 when a spec names the plugin. Observers are called once per step. A module that only checks and observes is named in
@@ -8,18 +8,23 @@ with one name are an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pluggy
 
+from moefw.core.kinds import KINDS, Kind
+from moefw.core.plugin import Plugin
+
 if TYPE_CHECKING:
-    from moefw.core import plugin
     from moefw.core.errors import Problem
     from moefw.core.site import Site
 
-API_VERSION = "2.0"
-"""Version of the hook interface. A plugin's ``moefw_api = ">=2,<3"`` is checked against it before use."""
+API_VERSION = "3.0"
+"""Version of the hook interface. A plugin's ``moefw_api = ">=3,<4"`` is checked against it before use."""
+
+CHANGES: Final = "docs/guides/kinds.md says what an author changes from 2 to 3: two names of memory policies."
+"""What a message says to the author of a plugin for an earlier version."""
 
 hookspec = pluggy.HookspecMarker("moefw")
 hookimpl = pluggy.HookimplMarker("moefw")
@@ -33,69 +38,15 @@ class Assembly(Protocol):
     site: Site
 
 
-@hookspec
-def moefw_models() -> Sequence[type[plugin.ModelPlugin]]:  # type: ignore[empty-body]
-    """Transformers around the MoE layers (``model:``)."""
+def _declaring(kind: Kind) -> Callable[[], Sequence[type[Plugin]]]:
+    """Hook that returns the plugins of a kind which a module declares."""
 
+    def declared() -> Sequence[type[Plugin]]:
+        raise NotImplementedError
 
-@hookspec
-def moefw_attentions() -> Sequence[type[plugin.AttentionPlugin]]:  # type: ignore[empty-body]
-    """Attentions (``attention:``)."""
-
-
-@hookspec
-def moefw_context_parallels() -> Sequence[type[plugin.ContextParallelPlugin]]:  # type: ignore[empty-body]
-    """Algorithms of context parallelism (``context_parallel:``)."""
-
-
-@hookspec
-def moefw_routers() -> Sequence[type[plugin.RouterPlugin]]:  # type: ignore[empty-body]
-    """Routers (``routing:``)."""
-
-
-@hookspec
-def moefw_dispatchers() -> Sequence[type[plugin.DispatcherPlugin]]:  # type: ignore[empty-body]
-    """Dispatchers (``dispatch:``)."""
-
-
-@hookspec
-def moefw_gemms() -> Sequence[type[plugin.GemmPlugin]]:  # type: ignore[empty-body]
-    """Expert computations (``gemm:``)."""
-
-
-@hookspec
-def moefw_precisions() -> Sequence[type[plugin.PrecisionPlugin]]:  # type: ignore[empty-body]
-    """Precision recipes (``precision:``)."""
-
-
-@hookspec
-def moefw_memory_policies() -> Sequence[type[plugin.MemoryPlugin]]:  # type: ignore[empty-body]
-    """Memory policies (``memory:``, a list)."""
-
-
-@hookspec
-def moefw_layouts() -> Sequence[type[plugin.LayoutPlugin]]:  # type: ignore[empty-body]
-    """Parallel layouts (``parallel:``)."""
-
-
-@hookspec
-def moefw_pipelines() -> Sequence[type[plugin.PipelinePlugin]]:  # type: ignore[empty-body]
-    """Schedules of pipeline stages (``pipeline:``)."""
-
-
-@hookspec
-def moefw_data_sources() -> Sequence[type[plugin.DataSourcePlugin]]:  # type: ignore[empty-body]
-    """Data sources (``data:``)."""
-
-
-@hookspec
-def moefw_optimizers() -> Sequence[type[plugin.OptimizerPlugin]]:  # type: ignore[empty-body]
-    """Optimizers (``train.optimizer:``)."""
-
-
-@hookspec
-def moefw_schedules() -> Sequence[type[plugin.SchedulePlugin]]:  # type: ignore[empty-body]
-    """Learning-rate schedules (``train.schedule:``)."""
+    declared.__name__ = declared.__qualname__ = kind.hook
+    declared.__doc__ = f"{kind.summary} (``{kind.section}:``)"
+    return hookspec(declared)
 
 
 @hookspec
@@ -114,3 +65,11 @@ def moefw_before_step(step: int) -> None:
 @hookspec
 def moefw_after_step(step: int, metrics: Mapping[str, float]) -> None:
     """Run on every rank after a training step, with a copy of its line in ``metrics.jsonl`` (equal on all ranks)."""
+
+
+DECLARING: Final[Mapping[str, Callable[[], Sequence[type[Plugin]]]]] = {
+    kind.hook: _declaring(kind) for kind in KINDS.values()
+}
+"""The hooks that declare plugins, one for each kind."""
+
+globals().update(DECLARING)  # pluggy looks for hooks among the names of this module

@@ -39,7 +39,6 @@ class Plugin:
     """Base of all declarations: an attrs class whose fields are the options that a spec may set next to ``use:``."""
 
     name: ClassVar[str]
-    hook: ClassVar[str]
 
     @classmethod
     def presets(cls) -> Mapping[str, Mapping[str, Any]]:
@@ -66,8 +65,6 @@ class Plugin:
 class AttentionPlugin(Plugin):
     """Declares attention: how a token reads the earlier tokens of its sequence."""
 
-    hook: ClassVar[str] = "moefw_attentions"
-
     def build(self, context: BuildContext) -> Attention:
         """Attention of one layer, with its parameters."""
         raise NotImplementedError
@@ -76,8 +73,6 @@ class AttentionPlugin(Plugin):
 @frozen
 class ContextParallelPlugin(Plugin):
     """Declares how attention exchanges keys, or heads, where the ranks of cp share sequences. Else it is not used."""
-
-    hook: ClassVar[str] = "moefw_context_parallels"
 
     def build(self, context: BuildContext) -> ContextAttention:
         """Core of the attention of one layer."""
@@ -88,8 +83,6 @@ class ContextParallelPlugin(Plugin):
 class RouterPlugin(Plugin):
     """Declares a router: which experts each token goes to, with which weights."""
 
-    hook: ClassVar[str] = "moefw_routers"
-
     def build(self, context: BuildContext) -> Router:
         """Router of one layer."""
         raise NotImplementedError
@@ -98,8 +91,6 @@ class RouterPlugin(Plugin):
 @frozen
 class DispatcherPlugin(Plugin):
     """Declares a dispatcher: how rows reach the ranks of their experts, and come back."""
-
-    hook: ClassVar[str] = "moefw_dispatchers"
 
     def build(self, context: BuildContext) -> Dispatcher[Any, Any]:
         """Dispatcher that all equal layers of this process share."""
@@ -110,8 +101,6 @@ class DispatcherPlugin(Plugin):
 class GemmPlugin(Plugin):
     """Declares expert computation: the grouped GEMMs and the activation between them."""
 
-    hook: ClassVar[str] = "moefw_gemms"
-
     def build(self, context: BuildContext) -> ExpertGemm:
         """Experts of one layer on this rank, with their parameters."""
         raise NotImplementedError
@@ -121,7 +110,6 @@ class GemmPlugin(Plugin):
 class PrecisionPlugin(Plugin):
     """Declares a precision recipe: the formats in which GEMMs get their operands."""
 
-    hook: ClassVar[str] = "moefw_precisions"
     rtol: ClassVar[float | None] = None
     """Largest error of an operand, and of a layer against fp64, as a share of a tensor's largest value.
 
@@ -148,10 +136,9 @@ class PrecisionPlugin(Plugin):
 
 
 @frozen
-class MemoryPlugin(Plugin):
+class MemoryPolicyPlugin(Plugin):
     """Declares a policy for the activations that named regions save between forward and backward."""
 
-    hook: ClassVar[str] = "moefw_memory_policies"
     mechanism: ClassVar[str]
     joins: ClassVar[bool] = False
     """Whether policies with other mechanisms may also treat the same regions."""
@@ -187,7 +174,7 @@ class MemoryPlugin(Plugin):
 
 
 @frozen
-class OptimizerMemoryPlugin(MemoryPlugin):
+class OptimizerMemoryPolicyPlugin(MemoryPolicyPlugin):
     """Declares a policy for the optimizer states between steps. Its region is always ``optimizer``.
 
     ``build`` returns a :class:`moefw.OptimizerPolicy`. It may run more than once: make costly objects with
@@ -209,8 +196,6 @@ class OptimizerMemoryPlugin(MemoryPlugin):
 class LayoutPlugin(Plugin):
     """Declares how ranks are arranged into meshes."""
 
-    hook: ClassVar[str] = "moefw_layouts"
-
     ranks_per_node: int | None = field(default=None, validator=optional(ge(1)), kw_only=True)
     """Number of neighbouring ranks that share a fast link. null: those of one machine, as the launcher sets it."""
 
@@ -226,8 +211,6 @@ class LayoutPlugin(Plugin):
 @frozen
 class PipelinePlugin(Plugin):
     """Declares a pipeline schedule: where stages lie, and the order in which each rank runs them. Needs no torch."""
-
-    hook: ClassVar[str] = "moefw_pipelines"
 
     layout: str | None = field(default=None, kw_only=True)
     """Stages, in the letters of Megatron-LM; null: layers are spread evenly.
@@ -257,8 +240,6 @@ class PipelinePlugin(Plugin):
 @frozen
 class ModelPlugin(Plugin):
     """Declares the transformer around the MoE layers."""
-
-    hook: ClassVar[str] = "moefw_models"
 
     @classmethod
     def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]] | None:
@@ -292,8 +273,6 @@ class ModelPlugin(Plugin):
 class DataSourcePlugin(Plugin):
     """Declares a source of text and tokens."""
 
-    hook: ClassVar[str] = "moefw_data_sources"
-
     weight: float = field(default=1.0, validator=gt(0.0), kw_only=True)
     """Share of a blend's sequences, relative to the weights of its other parts. Means nothing outside a blend."""
 
@@ -322,8 +301,6 @@ class OptimizerPlugin(Plugin):
     is elementwise, so that any rows of a parameter can be updated alone, as plain tensors, on any device.
     """
 
-    hook: ClassVar[str] = "moefw_optimizers"
-
     def states(self) -> Sequence[str]:
         """Keys of the states with a parameter's shape: fp32, initially zero, updated in place.
 
@@ -340,25 +317,6 @@ class OptimizerPlugin(Plugin):
 class SchedulePlugin(Plugin):
     """Declares a learning-rate schedule."""
 
-    hook: ClassVar[str] = "moefw_schedules"
-
     def factor(self, step: int, steps: int) -> float:
         """Factor of the learning rate in ``step`` (from 0) of ``steps``."""
         raise NotImplementedError
-
-
-FAMILIES: tuple[type[Plugin], ...] = (
-    ModelPlugin,
-    AttentionPlugin,
-    ContextParallelPlugin,
-    RouterPlugin,
-    DispatcherPlugin,
-    GemmPlugin,
-    PrecisionPlugin,
-    MemoryPlugin,
-    LayoutPlugin,
-    PipelinePlugin,
-    DataSourcePlugin,
-    OptimizerPlugin,
-    SchedulePlugin,
-)

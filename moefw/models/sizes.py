@@ -17,7 +17,7 @@ MOST = 2**14
 
 @frozen(kw_only=True)
 class Sizes:
-    """Sizes and switches of :class:`moefw.models.decoder.Decoder`."""
+    """Sizes and switches of :class:`moefw.plugins.models.decoder.Decoder`."""
 
     vocab_size: int = field(default=256, validator=and_(ge(2), le(WIDEST)))
     """Number of token ids, which must hold the tokenizer's (bytes: 256)."""

@@ -17,7 +17,7 @@ from moefw.compose.registry import Registry
 from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout, Precision
 from moefw.core.errors import MoefwError, PluginError
-from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPlugin, Plugin, PrecisionPlugin
+from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPolicyPlugin, Plugin, PrecisionPlugin
 from moefw.core.records import Action
 from moefw.planner.layers import unlike_positions
 from moefw.planner.micro_batch import BUFFERS, FP32, POOL, MicroBatch
@@ -245,7 +245,7 @@ def _that_builds(assembly: Assembly) -> Assembly:
     It has no dispatcher, no memory policies for activations, and in all modules the precision's fallback.
     """
     precision = _Fallback(assembly.parts.precision)
-    policies = tuple(policy for policy in assembly.parts.memory if isinstance(policy, OptimizerMemoryPlugin))
+    policies = tuple(policy for policy in assembly.parts.memory if isinstance(policy, OptimizerMemoryPolicyPlugin))
     parts = evolve(assembly.parts, dispatch=_NoDispatcher(), precision=precision, memory=policies)
     return evolve(assembly, parts=parts, registry=_Unwatched())
 

@@ -1,1 +1,1 @@
-"""The built-in plugins. They are found through entry points, like third-party plugins."""
+"""The built-in plugins. The first line of a module, or of a package, names its parts, and makes them known."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from moefw.core.kinds import CERTIFIED
+
 if TYPE_CHECKING:
     from moefw.testing.host_waits import HostWaits
     from moefw.testing.layer_case import LayerCase, Outcome, assert_matches, solve, truth
@@ -16,16 +18,8 @@ if TYPE_CHECKING:
     from moefw.testing.threads import thread_world
 
 _HOMES = {
-    "DispatcherSuite": "suites.dispatcher",
-    "AttentionSuite": "suites.attention",
-    "ContextParallelSuite": "suites.context",
-    "RouterSuite": "suites.router",
-    "GemmSuite": "suites.gemm",
-    "PrecisionSuite": "suites.precision",
-    "MemorySuite": "suites.memory",
-    "OptimizerMemorySuite": "suites.optimizer_memory",
-    "LayoutSuite": "suites.layout",
-    "PipelineSuite": "suites.pipeline",
+    **{str(kind.suite): f"suites.{kind.name}" for kind in CERTIFIED.values()},
+    "OptimizerMemoryPolicySuite": "suites.optimizer_memory_policy",
     "Suite": "suites.base",
     "Profile": "suites.base",
     "RankPool": "pool",

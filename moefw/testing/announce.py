@@ -10,6 +10,7 @@ from types import ModuleType
 
 from moefw.compose.registry import ALLOWED, Registry
 from moefw.core.hooks import hookimpl
+from moefw.core.kinds import kind_of
 from moefw.core.plugin import Plugin
 
 
@@ -31,7 +32,7 @@ def _registry(declarations: tuple[type[Plugin], ...], path: object, allowed: obj
     registry = Registry()
     for declaration in declarations:
         if declaration.name in registry.names:
-            installed = registry.get(declaration.hook, declaration.name).declaration
+            installed = registry.get(kind_of(declaration).name, declaration.name).declaration
             if installed is declaration:
                 continue
         registry.register(_module(declaration), "this test", "0")
@@ -41,13 +42,14 @@ def _registry(declarations: tuple[type[Plugin], ...], path: object, allowed: obj
 def _module(declaration: type[Plugin]) -> ModuleType:
     """Module that declares a plugin through its hook; a new one if the plugin's own module does not."""
     own = sys.modules.get(declaration.__module__)
-    hook = getattr(own, declaration.hook, None)
-    if own is not None and hook is not None and declaration in hook():
+    hook = kind_of(declaration).hook
+    declares = getattr(own, hook, None)
+    if own is not None and declares is not None and declaration in declares():
         return own
     module = ModuleType(f"{declaration.__module__}.{declaration.__qualname__}")
 
     def declare() -> list[type[Plugin]]:
         return [declaration]
 
-    setattr(module, declaration.hook, hookimpl(declare, specname=declaration.hook))
+    setattr(module, hook, hookimpl(declare, specname=hook))
     return module

@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 import attrs
 import pytest
 from attrs import frozen
 
+import moefw.testing
 from moefw.compose.registry import Registry
 from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import MoefwError, PluginError, SpecError, closest, nearest
-from moefw.core.plugin import OptimizerMemoryPlugin, Plugin
-
-
-@frozen
-class Kind:
-    """A kind of plugin that can be certified: its hook, its section of a spec, its suite in ``suites``."""
-
-    hook: str
-    section: str
-    suite: str
-
-
-KINDS: Final[Mapping[str, Kind]] = {
-    "dispatcher": Kind("moefw_dispatchers", "dispatch", "DispatcherSuite"),
-    "attention": Kind("moefw_attentions", "attention", "AttentionSuite"),
-    "context": Kind("moefw_context_parallels", "context_parallel", "ContextParallelSuite"),
-    "router": Kind("moefw_routers", "routing", "RouterSuite"),
-    "gemm": Kind("moefw_gemms", "gemm", "GemmSuite"),
-    "precision": Kind("moefw_precisions", "precision", "PrecisionSuite"),
-    "memory": Kind("moefw_memory_policies", "memory", "MemorySuite"),
-    "layout": Kind("moefw_layouts", "parallel", "LayoutSuite"),
-    "pipeline": Kind("moefw_pipelines", "pipeline", "PipelineSuite"),
-}
+from moefw.core.kinds import CERTIFIED, Kind
+from moefw.core.plugin import OptimizerMemoryPolicyPlugin, Plugin
 
 
 @frozen
 class Candidate:
     """A plugin to certify, with its options."""
 
-    word: str
+    kind: Kind
     declaration: type[Plugin]
     options: Mapping[str, Any]
 
     def suite(self) -> type:
         """Class that pytest collects."""
-        if issubclass(self.declaration, OptimizerMemoryPlugin):
-            # Its hook and section are those of the policies for activations, its contract is not.
-            module = _home("optimizer_memory")
-            suite = "OptimizerMemorySuite"
-        else:
-            module = _home(self.word)
-            suite = KINDS[self.word].suite
-        base = getattr(importlib.import_module(module), suite)
+        # Policies for optimizer states are of one kind with those for activations, and have a contract of their own.
+        of_states = issubclass(self.declaration, OptimizerMemoryPolicyPlugin)
+        base = moefw.testing.OptimizerMemoryPolicySuite if of_states else getattr(moefw.testing, str(self.kind.suite))
         name = "".join(word.capitalize() for word in self.declaration.name.replace("-", "_").split("_"))
         body = {"plugin": self.declaration, "options": dict(self.options), "__module__": __name__}
         return type(f"Test{name}", (base,), body)
@@ -65,24 +38,21 @@ class Candidate:
 
 def candidates(config: pytest.Config) -> list[Candidate]:
     """Plugins that the command line names. Raises UsageError for a wrong name or option."""
-    words = [word for word in KINDS if config.getoption(f"--moefw-{word}")]
+    kinds = [kind for kind in CERTIFIED.values() if config.getoption(kind.option)]
     written = config.getoption("--moefw-options")
-    if written and len(words) != 1:
+    if written and len(kinds) != 1:
         raise pytest.UsageError(
-            "--moefw-options goes with exactly one of " + ", ".join(f"--moefw-{word}" for word in KINDS)
+            "--moefw-options goes with exactly one of " + ", ".join(kind.option for kind in CERTIFIED.values())
         )
     registry = Registry()
-    return [_candidate(word, config.getoption(f"--moefw-{word}"), written, registry) for word in words]
+    return [_candidate(kind, config.getoption(kind.option), written, registry) for kind in kinds]
 
 
-def _candidate(word: str, name: str, written: str | None, registry: Registry) -> Candidate:
-    kind = KINDS[word]
-    if importlib.util.find_spec(_home(word)) is None:
-        raise pytest.UsageError(f"--moefw-{word} {name}: this moefw has no suite for it.")
+def _candidate(kind: Kind, name: str, written: str | None, registry: Registry) -> Candidate:
     try:
-        declaration = registry.get(kind.hook, name).declaration
+        declaration = registry.get(kind.name, name).declaration
     except PluginError as error:
-        raise pytest.UsageError(f"--moefw-{word} {name}: {_with_nearest(error, name, kind, registry)}") from error
+        raise pytest.UsageError(f"{kind.option} {name}: {_with_nearest(error, name, kind, registry)}") from error
     options = _options(written)
     known = {field.name: field for field in attrs.fields(declaration) if field.init}
     unknown = [option for option in options if option not in known]
@@ -94,16 +64,11 @@ def _candidate(word: str, name: str, written: str | None, registry: Registry) ->
     if missing:
         example = ", ".join(f"{option}: {_example(known[option].type)}" for option in missing)
         raise pytest.UsageError(
-            f"--moefw-{word} {name}: it cannot be named without {', '.join(missing)}. "
+            f"{kind.option} {name}: it cannot be named without {', '.join(missing)}. "
             f"Pass --moefw-options '{{{example}}}'."
         )
-    _check(word, kind, declaration, options)
-    return Candidate(word, declaration, options)
-
-
-def _home(word: str) -> str:
-    """Name of the module of a kind's suite."""
-    return f"moefw.testing.suites.{word}"
+    _check(kind, declaration, options)
+    return Candidate(kind, declaration, options)
 
 
 def _with_nearest(error: PluginError, name: str, kind: Kind, registry: Registry) -> str:
@@ -115,7 +80,7 @@ def _with_nearest(error: PluginError, name: str, kind: Kind, registry: Registry)
     if "Did you mean" in message or "fails to import" in message:
         return message
     registry.load_all()
-    installed = [part.name for part in registry.parts() if part.hook == kind.hook]
+    installed = [part.name for part in registry.parts() if part.kind == kind.name]
     close = closest(name, installed)
     if close is None:
         return f"{message} Installed here: {', '.join(installed)}."
@@ -133,13 +98,13 @@ def _options(written: str | None) -> dict[str, Any]:
     return dict(tree)
 
 
-def _check(word: str, kind: Kind, declaration: type[Plugin], options: Mapping[str, Any]) -> None:
+def _check(kind: Kind, declaration: type[Plugin], options: Mapping[str, Any]) -> None:
     """Raise UsageError for invalid option values. Whether options fit a world is left to the suite."""
     from moefw.testing.layer_case import LayerCase
 
     chosen: Any = {"use": declaration.name, **options}
     try:
-        LayerCase(parts={kind.section: [chosen] if word == "memory" else chosen}).assemble()
+        LayerCase(parts={kind.section: [chosen] if kind.many else chosen}).assemble()
     except SpecError as error:
         raise pytest.UsageError(f"--moefw-options: {error}") from error
     except MoefwError:

@@ -22,6 +22,7 @@ from moefw.compose.registry import Registry
 from moefw.compose.spec.source import Tree
 from moefw.core.errors import nearest
 from moefw.core.facts import ANY
+from moefw.core.kinds import kind_of
 from moefw.core.plugin import Plugin
 from moefw.testing.announce import with_plugins
 from moefw.testing.fit import Fit
@@ -160,8 +161,9 @@ def usable_here(
     every = variants(registry, include=requested)
     sections = _without(exclude, of_a_layer(every) if staged is None else in_stages(every), registry)
     if only is not None:
-        section = next(section for section, hook in SECTIONS.items() if hook == only.hook)
-        sections[section] = tuple(of_part(registry.get(only.hook, only.name), section, options))
+        kind = kind_of(only)
+        section = kind.section
+        sections[section] = tuple(of_part(registry.get(kind.name, only.name), section, options))
         requested.add(only.name)
         if not sections[section]:
             what = f"{only.name} has options without a default that no test can guess"

@@ -269,7 +269,7 @@ class Fit:
         chosen = variant.choice if isinstance(variant.choice, list) else [variant.choice]
         plugins = []
         for choice in chosen:
-            part = self.registry.get(SECTIONS[variant.section], choice["use"])
+            part = self.registry.get(SECTIONS[variant.section].name, choice["use"])
             options = {key: value for key, value in choice.items() if key != "use"}
             plugin = structure(part.declaration, options, (), Marks("spec"), [])
             if plugin is not None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from moefw.core.kinds import CERTIFIED
+
 if TYPE_CHECKING:
     from moefw.testing.pool import RankPool
     from moefw.testing.suites.base import Profile
 
-WORDS = ("dispatcher", "attention", "context", "router", "gemm", "precision", "memory", "layout", "pipeline")
-"""Kinds of plugins that can be certified: the keys of ``moefw.testing.certify.KINDS``."""
 PROFILES = ("quick", "ci", "nightly")
 _NAMED = pytest.StashKey[Any]()
 CERTIFY = Path(__file__).with_name("certify.py")
@@ -28,9 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add our options."""
     group = parser.getgroup("moefw", "certify plugins of moefw")
     group.addoption("--moefw-profile", default="quick", help="how hard contract suites look: quick, ci or nightly")
-    for word in WORDS:
+    for kind in CERTIFIED.values():
         group.addoption(
-            f"--moefw-{word}", metavar="NAME", help=f"certify the installed {word} NAME; no test file needed"
+            kind.option, metavar="NAME", help=f"certify the installed {kind.noun} NAME; no test file needed"
         )
     group.addoption("--moefw-options", metavar="YAML", help="what a spec says beside `use:`, as in '{backend: torch}'")
 
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     profile = config.getoption("--moefw-profile")
     if profile not in PROFILES:
         raise pytest.UsageError(f"--moefw-profile {profile}: use one of {', '.join(PROFILES)}.")
-    if config.getoption("--moefw-options") or any(config.getoption(f"--moefw-{word}") for word in WORDS):
+    if config.getoption("--moefw-options") or any(config.getoption(kind.option) for kind in CERTIFIED.values()):
         from moefw.testing.certify import candidates
 
         config.stash[_NAMED] = candidates(config)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any, Final, Literal, get_args, get_origin
 
 import attrs
 from attrs import field, frozen
 
-from moefw.compose.registry import GROUP, RegisteredPlugin, Registry
-from moefw.compose.spec.sections import Spec
-from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin, Plugin
+from moefw.compose.built_in import built_in
+from moefw.compose.registry import RegisteredPlugin, Registry
+from moefw.core.kinds import KINDS, Kind
+from moefw.core.plugin import MemoryPolicyPlugin, OptimizerMemoryPolicyPlugin, Plugin
 from moefw.testing.built_in import BUILT_IN
 
-SECTIONS: Final[Mapping[str, str]] = {
-    place.name: place.metadata["hook"]
-    for place in attrs.fields(Spec)
-    if place.name in ("routing", "dispatch", "gemm", "precision", "memory", "parallel", "pipeline")
+SECTIONS: Final[Mapping[str, Kind]] = {
+    KINDS[name].section: KINDS[name]
+    for name in ("router", "dispatcher", "gemm", "precision", "memory_policy", "layout", "pipeline")
 }
-"""The sections of a spec that a combination fills, and the hook of each. A layer alone has no ``pipeline``."""
+"""The sections of a spec that a combination fills, and the kind of each. A layer alone has no ``pipeline``."""
 
 REGIONS: Final = ("router", "experts", "shared_experts", "moe_act")
 """Regions inside an MoE layer that memory policies may treat."""
@@ -88,14 +87,13 @@ def variants(registry: Registry, *, include: Collection[str] = ()) -> dict[str, 
 
     ``include`` names plugins that are registered or installed. Nothing else is imported. See :func:`of_part`.
     """
-    built_in = [entry.name for entry in entry_points(group=GROUP) if entry.dist and entry.dist.name == OURS]
-    for name in (*built_in, *include):
+    for name in (*built_in(), *include):
         registry.load(name)
     parts = [part for part in registry.parts() if part.distribution == OURS or part.name in include]
     parts.sort(key=lambda part: part.name not in FIRST)
     sections: dict[str, tuple[Variant, ...]] = {}
-    for section, hook in SECTIONS.items():
-        of_section = (of_part(part, section) for part in parts if part.hook == hook)
+    for section, kind in SECTIONS.items():
+        of_section = (of_part(part, section) for part in parts if part.kind == kind.name)
         sections[section] = tuple(itertools.chain.from_iterable(of_section))
     sections["memory"] = (*_NO_MEMORY, *sections["memory"], *_two_policies(parts))
     return sections
@@ -138,7 +136,7 @@ def of_part(
         choice = {"use": part.name, **set_of_options}
         label = _label(part.name, ", ".join(f"{key} {value}" for key, value in set_of_options.items()))
         common: dict[str, Any] = {"section": section, "distribution": part.distribution}
-        if issubclass(part.declaration, OptimizerMemoryPlugin):
+        if issubclass(part.declaration, OptimizerMemoryPolicyPlugin):
             yield Variant(label=label, choice=[choice], **common)
         elif section == "memory":
             chosen = set_of_options.get("regions")
@@ -158,7 +156,11 @@ def of_part(
 def guesses(declaration: type[Plugin]) -> Iterator[dict[str, Any]]:
     """Yield sets of the options without a default: each choice of a Literal. Yield none if an option is no Literal."""
     # The core's own field of a memory policy, `regions`, is no option to guess: of_part tries every region.
-    own = {field.name for field in attrs.fields(MemoryPlugin)} if issubclass(declaration, MemoryPlugin) else set()
+    own = (
+        {field.name for field in attrs.fields(MemoryPolicyPlugin)}
+        if issubclass(declaration, MemoryPolicyPlugin)
+        else set()
+    )
     fields = [field for field in attrs.fields(attrs.resolve_types(declaration)) if field.name not in own]
     required = [field for field in fields if field.init and field.default is attrs.NOTHING]
     values = [get_args(field.type) if get_origin(field.type) is Literal else () for field in required]

@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 
 from rich.table import Table
 
-from moefw.training.faults.stamps import stamp
+from moefw.system.stamps import stamp
 
 OTHER = "other"
 

@@ -17,9 +17,9 @@ from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.parallel.gradients import Gradients
+from moefw.system.stamps import stamp
 from moefw.training.amax_meters import Meters
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
-from moefw.training.faults.stamps import stamp
 from moefw.training.micro_batches import Clock, Run, run_of
 from moefw.training.step_sums import Attempt, Tally
 

@@ -7,9 +7,9 @@ import zlib
 from collections.abc import Iterator
 
 from moefw.core.stages import Batch
+from moefw.system.stamps import stamp
 from moefw.training.data.order import heldout_windows
 from moefw.training.engine import evaluate
-from moefw.training.faults.stamps import stamp
 from moefw.training.session import Session
 
 

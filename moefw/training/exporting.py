@@ -14,19 +14,19 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
+from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError, MoefwError, Problem
 from moefw.models.huggingface.families import FAMILIES
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.writing import Description, Written, lay_out
 from moefw.models.huggingface.written import configurations, dense_layers
+from moefw.plugins.data.source import tokenizer_beside
 from moefw.runtime.attention.rope_options import OWN
 from moefw.runtime.finite import all_finite
 from moefw.system.folders import new_folder, temporary_folder
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Damage, Manifest, read_manifest
 from moefw.training.checkpoint.shards import opened
-from moefw.training.data.source import tokenizer_beside
-from moefw.training.folder import TOKENIZER
 
 Tree = Mapping[str, Any]
 OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coeff", "mtp_layers", "num_dense_layers")

@@ -11,11 +11,11 @@ from attrs import field, frozen
 
 from moefw.core.stages import Batch
 from moefw.runtime.parallel.cp_blocks import block_sizes
-from moefw.training.data.blend.order import BlendOrder, training_order
+from moefw.runtime.windows import read_ids
+from moefw.training.data.blend_order import BlendOrder, training_order
 from moefw.training.data.order import BatchOrder
 from moefw.training.data.packing.schedule import Pack, Room, schedule, token_work
 from moefw.training.data.packing.sequences import SequenceOrder, Sequences, sequence_order
-from moefw.training.data.windows import read_ids
 from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session
 

@@ -22,7 +22,6 @@ from moefw.core.errors import PlanError, SpecError
 from moefw.system.folders import lock_folder
 
 MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
 OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "stacks")
 """A folder that holds any of these names is the folder of a run."""
 

@@ -14,8 +14,8 @@ from moefw.core.stages import Batch
 from moefw.models.past import Past
 from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
 from moefw.runtime.finite import is_finite
+from moefw.system.stamps import stamp
 from moefw.training.errors import NotFiniteError
-from moefw.training.faults.stamps import stamp
 
 RECOMPUTES: Final = "no past is kept (moefw.CachedAttention, cp 1), so each token is generated from all before it"
 

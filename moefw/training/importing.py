@@ -12,13 +12,13 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
+from moefw.core.data import TOKENIZER
 from moefw.core.errors import SpecError
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import family_of
 from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.loading import placed
 from moefw.models.huggingface.origins import Origin
-from moefw.training.folder import TOKENIZER
 from moefw.training.new_run import on_meta, write_run
 
 

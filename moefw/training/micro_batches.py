@@ -13,7 +13,7 @@ from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.pipeline.player import Player
 from moefw.runtime.pipeline.stage import Pipelined
-from moefw.training.faults.stamps import stamp
+from moefw.system.stamps import stamp
 from moefw.training.step_sums import Tally
 
 PASSES: Final = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
+from moefw.core.data import TOKENIZER
 from moefw.models.huggingface.loading import router_states, wanted
 from moefw.models.huggingface.writing import Description, Written, create
+from moefw.plugins.data.source import tokenizer_beside
 from moefw.system.folders import new_folder
 from moefw.training.checkpoint.commit import begin, commit, sync
 from moefw.training.checkpoint.manifest import Manifest
 from moefw.training.checkpoint.shards import described
-from moefw.training.data.source import tokenizer_beside
-from moefw.training.folder import TOKENIZER
 from moefw.training.resolved_spec import write_resolved
 
 FILE: Final = "rank-00000.safetensors"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from moefw.core.errors import MoefwError, PlanError, RunError
+from moefw.system.stamps import stamp
 from moefw.training.faults.rank_files import meeting_folder
-from moefw.training.faults.stamps import stamp
 from moefw.training.world import Address, Place, rendezvous
 
 _RESOLVES_WITHIN_S: Final = 30.0

@@ -15,10 +15,10 @@ from rich.console import Console
 from moefw.core.errors import DataError, printable
 from moefw.runtime.parallel.local_shards import local
 from moefw.system.files import replaced_file
+from moefw.system.stamps import stamp
 from moefw.training.clock import StepClock, render
 from moefw.training.cpu_speed import against_bf16
 from moefw.training.evaluation import zlib_bits_per_byte
-from moefw.training.faults.stamps import stamp
 from moefw.training.full_disk import RunFiles
 from moefw.training.generate import RECOMPUTES, generate, keeps_past
 from moefw.training.metrics import read_metrics

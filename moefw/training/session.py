@@ -23,10 +23,11 @@ from moefw.core.errors import MoefwError, PlanError
 from moefw.core.stages import Batch
 from moefw.runtime.communication.agreement import raise_together
 from moefw.runtime.naming import initialise
-from moefw.training.data.windows import number_documents, read_windows
+from moefw.runtime.windows import number_documents, read_windows
+from moefw.system.stamps import stamp
 from moefw.training.errors import LostContactError
 from moefw.training.faults.patience import collective_timeout_s
-from moefw.training.faults.stamps import met, stamp
+from moefw.training.faults.stamps import met
 from moefw.training.folder import cache_dir
 from moefw.training.rendezvous import meet
 from moefw.training.resolved_spec import agree_on_spec

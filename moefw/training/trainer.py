@@ -17,8 +17,10 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.optimizer import build_optimizer
 from moefw.compose.pretrained import read_weights
 from moefw.compose.routes import ROUTES
+from moefw.core.data import TOKENIZER
 from moefw.core.errors import Problem, RunError
 from moefw.runtime.communication.agreement import anywhere
+from moefw.system.stamps import stamp
 from moefw.training import checkpoint, ledger_file
 from moefw.training.clock import StepClock
 from moefw.training.engine import Engine, StepResult
@@ -27,9 +29,7 @@ from moefw.training.evaluation import evaluation, evaluation_starts
 from moefw.training.faults.bad_step import BadStateError
 from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
 from moefw.training.faults.requests import StopRequests
-from moefw.training.faults.stamps import stamp
 from moefw.training.feed import feed_of
-from moefw.training.folder import TOKENIZER
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.learning_rate import learning_rate

@@ -21,6 +21,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
+from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError, MoefwError, Problem, SpecError
 from moefw.models.huggingface.loading import wanted
 from moefw.runtime.finite import all_finite
@@ -28,7 +29,6 @@ from moefw.runtime.naming import draw
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Damage, read_manifest
 from moefw.training.checkpoint.shards import opened as opened_shards
-from moefw.training.folder import TOKENIZER
 from moefw.training.importing import opened as opened_folder
 from moefw.training.new_run import on_meta, write_run
 from moefw.training.resume import candidates

@@ -13,10 +13,15 @@ from click.testing import CliRunner
 
 import copies
 from moefw.cli import cli, main
-from moefw.commands.new import KINDS, LONGEST_NAME, TEMPLATES
+from moefw.commands.new import LONGEST_NAME, TEMPLATES
+from moefw.core.kinds import CERTIFIED
 
 ROOT = Path(__file__).parents[2]
 LONG = "a" * (LONGEST_NAME - 6) + "-sampl"
+
+
+def called(kind: str) -> str:
+    return f"my-{kind.replace('_', '-')}"
 
 
 def new(kind: str, name: str, into: Path) -> Path:
@@ -30,7 +35,7 @@ def new(kind: str, name: str, into: Path) -> Path:
 def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A package of each kind, called my-KIND."""
     into = tmp_path_factory.mktemp("packages")
-    return {kind: new(kind, f"my-{kind}", into) for kind in KINDS}
+    return {kind: new(kind, called(kind), into) for kind in CERTIFIED}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +44,8 @@ def installed(packages: dict[str, Path]) -> Callable[..., subprocess.CompletedPr
     for kind, package in packages.items():
         info = package / f"moefw_my_{kind}-0.1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: moefw-my-{kind}\nVersion: 0.1.0\n")
-        (info / "entry_points.txt").write_text(f"[moefw]\nmy-{kind} = moefw_my_{kind}\n")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: moefw-{called(kind)}\nVersion: 0.1.0\n")
+        (info / "entry_points.txt").write_text(f"[moefw]\n{called(kind)} = moefw_my_{kind}\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages.values()))}
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +54,7 @@ def installed(packages: dict[str, Path]) -> Callable[..., subprocess.CompletedPr
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CERTIFIED)
 def test_a_package_has_its_names_and_no_others(packages: dict[str, Path], kind: str) -> None:
     package = packages[kind]
     files = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*") if path.is_file()}
@@ -60,17 +65,9 @@ def test_a_package_has_its_names_and_no_others(packages: dict[str, Path], kind: 
     for path, text in files.items():
         if "dist-info" not in path:
             assert not any(word in path + text for word in ("sample", "Sample", "{kind}", "{spec}", "{changes}"))
-    assert f'my-{kind} = "moefw_my_{kind}"' in files["pyproject.toml"]
+    assert f'{called(kind)} = "moefw_my_{kind}"' in files["pyproject.toml"]
     assert "    plugin = My\n" in files[f"tests/test_my_{kind}.py"]
-    nouns = {
-        "gemm": "GEMM",
-        "precision": "precision recipe",
-        "memory": "memory policy",
-        "context": "context parallelism",
-        "pipeline": "pipeline schedule",
-    }
-    noun = nouns.get(kind, kind)
-    one = f"{'An' if kind == 'attention' else 'A'} {noun}"
+    one = f"{'An' if kind == 'attention' else 'A'} {CERTIFIED[kind].noun}"
     assert f'description = "{one} for moefw"' in files["pyproject.toml"]
     assert f"{one} for moefw. " in files["README.md"]
     assert len(files[f"tests/test_my_{kind}.py"].split("class ")[1].splitlines()) <= 3
@@ -84,8 +81,8 @@ def test_a_router_that_is_called_one_is_not_a_router_router(tmp_path: Path, name
 
 @pytest.mark.parametrize("name", ["x", "a-b-c", LONG])
 def test_packages_are_clean(tmp_path: Path, name: str) -> None:
-    for kind in KINDS:
-        new(kind, f"{name}-{kind}"[-LONGEST_NAME:].strip("-"), tmp_path)
+    for kind in CERTIFIED:
+        new(kind, f"{name}-{kind.replace('_', '-')}"[-LONGEST_NAME:].strip("-"), tmp_path)
     for command in (["check"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml")]
         for package in tmp_path.iterdir():
@@ -97,15 +94,13 @@ def test_all_are_listed_and_one_spec_takes_them_all(
     installed: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     listed = installed("moefw", "plugins").stdout
-    for kind in KINDS:
-        assert f"my-{kind} " in listed
-        assert f"moefw-my-{kind} 0.1.0" in listed
+    for kind in CERTIFIED:
+        assert f"{called(kind)} " in listed
+        assert f"moefw-{called(kind)} 0.1.0" in listed
     assert "broken" not in listed
     spec = tmp_path / "spec.yaml"
-    sections = "\n".join(kind.spec for kind in KINDS.values())
-    for kind, template in KINDS.items():
-        sections = sections.replace(template.spec, template.spec.replace("sample", f"my-{kind}"))
-    spec.write_text(f"model: {{preset: qwen3-moe-tiny}}\n{sections}\n")
+    sections = [(TEMPLATES / kind / "spec.yaml").read_text().replace("sample", called(kind)) for kind in CERTIFIED]
+    spec.write_text(f"model: {{preset: qwen3-moe-tiny}}\n{''.join(sections)}")
     done = installed("moefw", "check", str(spec))
     assert done.returncode == 0, done.stderr
     assert "is sound: 2 ranks" in done.stdout
@@ -189,7 +184,7 @@ def test_a_failure_half_way_leaves_nothing(
 def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
     result = CliRunner().invoke(cli, ["new", "dispatch", "x"])
     assert result.exit_code == 2
-    assert all(kind in result.output for kind in KINDS)
+    assert all(kind in result.output for kind in CERTIFIED)
 
 
 def test_writing_a_package_imports_no_torch(tmp_path: Path) -> None:
@@ -204,4 +199,4 @@ assert "torch" not in sys.modules
 
 def test_templates_are_packaged() -> None:
     assert TEMPLATES.is_relative_to(ROOT / "moefw")
-    assert {path.name for path in TEMPLATES.iterdir()} == {"package", *KINDS}
+    assert {path.name for path in TEMPLATES.iterdir()} == {"package", *CERTIFIED}

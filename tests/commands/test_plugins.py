@@ -20,16 +20,16 @@ from moefw.commands.facts import MEANINGS, SETTLED
 from moefw.commands.plugins import plugins
 from moefw.commands.schema import schema
 from moefw.core.facts import FACTS, Rule
-from moefw.core.plugin import FAMILIES
+from moefw.core.kinds import KINDS
 from moefw.core.site import Machine
 from moefw.testing.announce import with_plugins
 
 
 class TestPlugins:
     def test_lists_what_a_spec_takes_by_default(self):
-        found = {(entry["hook"], entry["name"]) for entry in listing()["plugins"] if entry["distribution"] == "moefw"}
-        assert {("moefw_routers", "topk"), ("moefw_dispatchers", "alltoall"), ("moefw_schedules", "cosine")} <= found
-        assert {hook for hook, _ in found} == {family.hook for family in FAMILIES}
+        found = {(entry["kind"], entry["name"]) for entry in listing()["plugins"] if entry["distribution"] == "moefw"}
+        assert {("router", "topk"), ("dispatcher", "alltoall"), ("schedule", "cosine")} <= found
+        assert {kind for kind, _ in found} == KINDS.keys()
         assert listing()["problems"] == []
 
     def test_tells_version_summary_and_options(self):
@@ -134,7 +134,7 @@ BROKEN = {
         "Did you mean 'moefw_dispatchers'?",
     ),
     "misspells a hook and states its api": (
-        HEAD + 'moefw_api = ">=2,<3"\n@moefw.hookimpl\ndef moefw_dispatcher(): return []',
+        HEAD + 'moefw_api = ">=3,<4"\n@moefw.hookimpl\ndef moefw_dispatcher(): return []',
         "Did you mean 'moefw_dispatchers'?",
     ),
     "misspells the prefix of a hook": (
@@ -150,8 +150,8 @@ BROKEN = {
         "'names' of Part: an option of type set[str] cannot be written in a spec.",
     ),
     "is for another api": (
-        'moefw_api = ">=3,<4"\n' + dispatcher("broken", "pass"),
-        f"is written for hook API >=3,<4; this moefw has {moefw.API_VERSION}",
+        'moefw_api = ">=2,<3"\n' + dispatcher("broken", "pass"),
+        f"is written for hook API >=2,<3; this moefw has {moefw.API_VERSION}",
     ),
     "returns the wrong class": (
         dispatcher("broken", "pass").replace("moefw_dispatchers", "moefw_routers"),
@@ -240,7 +240,7 @@ class TestAdvice:
 
     def test_a_plugin_that_states_no_api_is_told_so(self, install, tmp_path):
         install("other-parts", dispatcher("fast", "pass"), names=["fast"])
-        install("new-parts", 'moefw_api = ">=2,<3"\n' + dispatcher("new", "pass")[len(HEAD) :], names=["new"])
+        install("new-parts", 'moefw_api = ">=3,<4"\n' + dispatcher("new", "pass")[len(HEAD) :], names=["new"])
         (warning,) = listing()["warnings"]
         assert warning == (
             "plugin 'fast' (distribution other-parts 1.5) does not state the hook API that it is written for. "
@@ -325,10 +325,11 @@ def test_plugins_and_schema_answer_without_torch_and_doctor_imports_without():
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_the_page_of_facts_is_up_to_date():
-    page = Path(__file__).parents[2] / "docs" / "guides" / "facts.md"
-    written = "run: moefw plugins --facts > docs/guides/facts.md"
-    assert page.read_text() == CliRunner().invoke(plugins, ["--facts"], catch_exceptions=False).stdout, written
+@pytest.mark.parametrize("name", ["facts", "kinds"])
+def test_a_page_that_the_command_prints_is_up_to_date(name):
+    page = Path(__file__).parents[2] / "docs" / "guides" / f"{name}.md"
+    written = f"run: moefw plugins --{name} > docs/guides/{name}.md"
+    assert page.read_text() == CliRunner().invoke(plugins, [f"--{name}"], catch_exceptions=False).stdout, written
 
 
 def test_every_fact_and_every_rule_has_words():

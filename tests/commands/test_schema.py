@@ -16,9 +16,10 @@ from command_cases import dispatch_branches, dispatcher, refusal, written_schema
 from moefw.commands import plugins as plugins_module
 from moefw.commands.schema import schema
 from moefw.compose.registry import Registry
-from moefw.compose.spec.sections import RESERVED, Spec, TrainSpec
+from moefw.compose.spec.sections import RESERVED
 from moefw.compose.spec.source import Marks
 from moefw.compose.spec.structure import plain, structure
+from moefw.core.kinds import KINDS
 
 
 def complaint(spec, against=None):
@@ -66,12 +67,6 @@ BAD = {
     "a required option of a nested class left out": {"routing": {"balance": [{"rate": 0.1}]}},
     "a section that is no mapping": {"run": 3},
 }
-HOOKS = {
-    field.metadata["hook"]: (*section, field.name)
-    for section, cls in (((), Spec), (("train",), TrainSpec))
-    for field in attrs.fields(cls)
-    if "hook" in field.metadata
-}
 
 
 def installed_parts():
@@ -103,9 +98,9 @@ def branch_options(name):
 
 
 def spec_with(part, options):
-    """Return a spec that chooses a part, with options, in the section of its hook point."""
+    """Return a spec that chooses a part, with options, in the section of its kind."""
     chosen = {"use": part.name, **options}
-    *parents, last = HOOKS[part.hook]
+    *parents, last = KINDS[part.kind].section.split(".")
     tree = {last: [chosen] if last == "memory" else chosen}
     for key in parents:
         tree = {key: tree}
@@ -128,7 +123,7 @@ class TestSchema:
         assert refusal(spec) != ""
         assert complaint(spec) != ""
 
-    @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.hook}-{part.name}")
+    @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.kind}-{part.name}")
     def test_accepts_the_defaults_of_every_plugin(self, part):
         for _, options in plugins_module._layer_cases(part.declaration):
             assert complaint(spec_with(part, plain(part.declaration(**options)))) == ""

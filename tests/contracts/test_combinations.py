@@ -13,7 +13,7 @@ from attrs import evolve
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy, integers
 
-from broken_policies import Half, LosesMoreThanItSays
+from broken_memory_policies import Half, LosesMoreThanItSays
 from combination_parts import Again, Crashing, Exact, Faulty, Forgetful, Hashed, Puzzling, Sulky
 from moefw.compose.registry import Registry
 from moefw.core.errors import PluginError

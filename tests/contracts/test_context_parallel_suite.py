@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import broken_contexts as broken
+import broken_context_parallels as broken
 from moefw.plugins.context_parallel.allgather_kv import AllGatherKV
 from moefw.plugins.context_parallel.ring_attention import Ring
 from moefw.plugins.context_parallel.ulysses import Ulysses
-from moefw.testing.suites.context import ContextParallelSuite
+from moefw.testing.suites.context_parallel import ContextParallelSuite
 
 BROKEN: list[tuple[Any, str, str]] = [
     (broken.SeesItsOwnKeysAlone, "equals_attention", "the output is off"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import broken_recipes as recipes
+import broken_precisions as recipes
 from moefw.plugins.precision.native import BF16, FP32
 from moefw.plugins.precision.quantized import MXFP8, NVFP4, FP8Blockwise, FP8Tensor
 from moefw.testing.suites.precision import PrecisionSuite

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from data_cases import all_of, examples, write
 from megatron_cases import bytes_of, write_pair
 from moefw import DataError, PlanError, TokenStream
-from moefw.training.data import Text
-from moefw.training.data.blend import Blend
-from moefw.training.data.blend.order import BlendOrder, training_order
-from moefw.training.data.blend.proportions import pattern, whole_weights
-from moefw.training.data.blend.source import Joined
-from moefw.training.data.megatron import Megatron
+from moefw.plugins.data.blend import Blend
+from moefw.plugins.data.blend.proportions import pattern, whole_weights
+from moefw.plugins.data.blend.source import Joined
+from moefw.plugins.data.megatron import Megatron
+from moefw.plugins.data.text import Text
+from moefw.training.data.blend_order import BlendOrder, training_order
 from moefw.training.data.order import BatchOrder
 from resolved_specs import problems_of, resolved
 

@@ -14,10 +14,11 @@ import pytest
 
 from data_cases import all_of, prepared_folders, write
 from moefw import ContractError, DataError, DataSource, TokenStream
-from moefw.training.data import Text, hashed
-from moefw.training.data.hashed import CHUNK_BYTES, HashedFile, KnownHashes, chunk_hashes
-from moefw.training.data.prepared import open_prepared
-from moefw.training.data.windows import read_windows
+from moefw.plugins.data import hashed
+from moefw.plugins.data.hashed import CHUNK_BYTES, HashedFile, KnownHashes, chunk_hashes
+from moefw.plugins.data.prepared import open_prepared
+from moefw.plugins.data.text import Text
+from moefw.runtime.windows import read_windows
 
 
 def flip(path: Path, bit: int) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from data_cases import message, prepared_folders, write
 from moefw import DataError
-from moefw.training.data import Text
-from moefw.training.data.corpus import Document
+from moefw.plugins.data.corpus import Document
+from moefw.plugins.data.text import Text
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path, cache):

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_cases import all_of, examples, prepared_folders, python, write
-from moefw.training.data import Text, moefw_data_sources
-from moefw.training.data.corpus import Document, find_corpus, halves, text_end
-from moefw.training.data.split import split_documents
+from moefw.plugins.data.corpus import Document, find_corpus, halves, text_end
+from moefw.plugins.data.split import split_documents
+from moefw.plugins.data.text import Text, moefw_data_sources
 
 
 def test_the_hook_declares_the_source():
@@ -24,7 +24,7 @@ def test_declaring_imports_neither_torch_nor_numpy_and_preparing_no_torch(corpus
     code = """
 import sys
 from pathlib import Path
-from moefw.training.data import Text
+from moefw.plugins.data.text import Text
 assert not {"torch", "numpy", "tokenizers"} & sys.modules.keys()
 Text(path=sys.argv[1]).prepare(Path(sys.argv[2]))
 assert "torch" not in sys.modules
@@ -80,7 +80,7 @@ def test_text_is_cut_after_a_line_or_a_whole_character(text):
 def test_pieces_of_a_document_are_its_bytes(tmp_path, monkeypatch):
     content = ("é" * 50 + "\n" + "word " * 7 + "\n" + "🙂" * 30).encode()
     path = write(tmp_path, {"a": content}) / "a"
-    monkeypatch.setattr("moefw.training.data.corpus.PIECE_BYTES", 10)
+    monkeypatch.setattr("moefw.plugins.data.corpus.PIECE_BYTES", 10)
     parts = list(Document("a", path, 0, len(content), 0).pieces())
     assert b"".join(parts) == content
     assert len(parts) > 10

@@ -15,14 +15,15 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from data_cases import EOT, all_of, examples, write
 from hand_clock import Time
-from moefw.training.data import Text, corpus_ids
-from moefw.training.data.bpe import train_bpe
-from moefw.training.data.corpus import find_corpus, text_documents
-from moefw.training.data.corpus_ids import after_words
-from moefw.training.data.encoding import EncodingProcess
-from moefw.training.data.progress import EncodingProgress
-from moefw.training.data.split import split_documents
-from moefw.training.data.tokenizers import JsonTokenizer, TextTokenizer
+from moefw.plugins.data import corpus_ids
+from moefw.plugins.data.bpe import train_bpe
+from moefw.plugins.data.corpus import find_corpus, text_documents
+from moefw.plugins.data.corpus_ids import after_words
+from moefw.plugins.data.encoding import EncodingProcess
+from moefw.plugins.data.progress import EncodingProgress
+from moefw.plugins.data.split import split_documents
+from moefw.plugins.data.text import Text
+from moefw.plugins.data.tokenizers import JsonTokenizer, TextTokenizer
 
 LINES = "a fox's  jump \n\n\n   over, 12 dogs\r\n\r\n\t\tis it?\n we'll é é  你好\u00a0 x\u2028 \x1c y ...  !\n" * 4
 fragments = [
@@ -100,7 +101,7 @@ def test_ids_of_a_corpus_are_those_of_its_pieces_one_by_one(kind, ours, metaspac
     files = {f"{i:02}.txt": LINES[i:] * (1 + i % 5) for i in range(30)}
     folder = write(tmp_path / "text", files)
     for module, name, size in (("corpus", "PIECE_BYTES", 500), ("corpus_ids", "PART_BYTES", 40)):
-        monkeypatch.setattr(f"moefw.training.data.{module}.{name}", size)
+        monkeypatch.setattr(f"moefw.plugins.data.{module}.{name}", size)
     for name in ("BATCH_BYTES", "WHOLE_BATCH_BYTES"):
         monkeypatch.setattr(corpus_ids, name, 700)
     source = Text(path=str(folder), tokenizer=str(tmp_path / "tokenizer.json"), heldout=0.3).prepare(tmp_path / "cache")

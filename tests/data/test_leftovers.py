@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from data_cases import all_of, prepared_folders, python
-from moefw.training.data import Text, source
-from moefw.training.data.prepared import new_folder, open_prepared
+from moefw.plugins.data import source
+from moefw.plugins.data.prepared import new_folder, open_prepared
+from moefw.plugins.data.text import Text
 
 STOP_WHILE_FILLING = """
 import os, signal, sys
 from pathlib import Path
-import moefw.training.data.source as source
-from moefw.training.data import Text
+import moefw.plugins.data.source as source
+from moefw.plugins.data.text import Text
 fill = source._fill
 def fill_and_wait(folder, *args):
     fill(folder, *args)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from data_cases import all_of, prepared_folders, python, write
 from megatron_cases import CODES, bytes_of, write_pair
 from moefw import DataError
-from moefw.training.data.hashed import CHUNK_BYTES
-from moefw.training.data.megatron import Megatron, index
-from moefw.training.data.megatron.index import read_index
-from moefw.training.data.megatron.source import HELDOUT_TOKENS, _cut
+from moefw.plugins.data.hashed import CHUNK_BYTES
+from moefw.plugins.data.megatron import Megatron, index
+from moefw.plugins.data.megatron.index import read_index
+from moefw.plugins.data.megatron.source import HELDOUT_TOKENS, _cut
 
 TEXTS = [f"Document {number}: Grüße, 你好 🙂\n" * (1 + number % 3) for number in range(40)]
 
@@ -239,7 +239,7 @@ def test_a_tokenizer_that_is_none_is_named(tmp_path, pair, cache):
 def test_declaring_imports_neither_torch_nor_numpy():
     code = """
 import sys
-from moefw.training.data.megatron import Megatron
+from moefw.plugins.data.megatron import Megatron
 Megatron(path="a", tokenizer="bytes").check(None)
 assert not {"torch", "numpy", "tokenizers"} & sys.modules.keys()
 """

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefw import DataError, Dims, TokenStream
-from moefw.training.data.blend.source import BlendSource
+from moefw.plugins.data.blend.source import BlendSource
 from moefw.training.data.packing.schedule import Room, schedule, token_work
 from moefw.training.data.packing.sequences import SequenceOrder, document_parts, sequence_order
 from packed_text import MIXED, Documents

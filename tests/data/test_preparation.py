@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from data_cases import all_of, prepared_folders, python, write
-from moefw.training.data import Text
-from moefw.training.data.tokenizers import ByteTokenizer
+from moefw.plugins.data.text import Text
+from moefw.plugins.data.tokenizers import ByteTokenizer
 
 
 def test_the_second_time_nothing_is_tokenized(corpus, cache, monkeypatch):
@@ -91,7 +91,7 @@ def test_of_a_killed_preparation_nothing_is_used(corpus, cache, tmp_path):
 import os, sys
 from pathlib import Path
 import json
-from moefw.training.data import Text
+from moefw.plugins.data.text import Text
 json.dumps = lambda *_, indent=None, dumps=json.dumps: os._exit(9) if indent else dumps(*_)
 Text(path=sys.argv[1]).prepare(Path(sys.argv[2]))
 """
@@ -110,8 +110,8 @@ def test_two_processes_that_prepare_at_once_both_end_well(corpus, cache, tmp_pat
     code = """
 import sys, time
 from pathlib import Path
-import moefw.training.data.source as source
-from moefw.training.data import Text
+import moefw.plugins.data.source as source
+from moefw.plugins.data.text import Text
 corpus, cache, meeting = map(Path, sys.argv[1:])
 build = source._fill
 def meet_then_fill(folder, *args):

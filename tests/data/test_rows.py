@@ -19,8 +19,8 @@ from pyarrow import parquet
 from data_cases import all_of, examples, prepared_folders, write
 from moefw import DataError
 from moefw.core.site import Machine
-from moefw.training.data.rows import JsonLines, Parquet, read
-from moefw.training.data.rows.sides import split_rows
+from moefw.plugins.data.rows import JsonLines, Parquet, read
+from moefw.plugins.data.rows.sides import split_rows
 from resolved_specs import problems_of
 
 TEXTS = [f"Row {number}: Grüße,\n你好 🙂" for number in range(60)]
@@ -85,7 +85,7 @@ def test_rows_are_read_once_for_all_runs_and_anew_for_another_field(tmp_path, ca
     JsonLines(path=str(path)).prepare(cache)
     other = JsonLines(path=str(path), field="other").prepare(cache)
     assert len(prepared_folders(cache)) == 2
-    monkeypatch.setattr("moefw.training.data.rows.read.json_lines", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("moefw.plugins.data.rows.read.json_lines", lambda *_: pytest.fail("read again"))
     assert all_of(JsonLines(path=str(path), field="other").prepare(cache).train) == all_of(other.train)
 
 
@@ -203,7 +203,7 @@ def test_nothing_is_written_but_the_cache(tmp_path, cache):
     home.mkdir()
     code = """import sys
 from pathlib import Path
-from moefw.training.data.rows import Parquet
+from moefw.plugins.data.rows import Parquet
 Parquet(path=sys.argv[1]).prepare(Path(sys.argv[2]))"""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
     subprocess.run([sys.executable, "-c", code, str(path), str(cache)], check=True, env=env | {"HOME": str(home)})

@@ -16,9 +16,10 @@ import pytest
 from data_cases import all_of, message, prepared_folders, write
 from moefw import DataError
 from moefw.core.data import DataSource
-from moefw.training.data import Text, source
-from moefw.training.data.encoding import EncodingProcess
-from moefw.training.data.tokenizers import MAX_BYTES
+from moefw.plugins.data import source
+from moefw.plugins.data.encoding import EncodingProcess
+from moefw.plugins.data.text import Text
+from moefw.plugins.data.tokenizers import MAX_BYTES
 
 WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
 

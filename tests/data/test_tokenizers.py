@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from data_cases import EOT, all_of, prepared_folders, write
-from moefw.training.data import Text
-from moefw.training.data import source as preparation
-from moefw.training.data.bpe import train_bpe
-from moefw.training.data.hashed import HashedFile, KnownHashes, chunk_hashes
-from moefw.training.data.numbers import NumberFile
-from moefw.training.data.tokenizers import ByteTokenizer, JsonTokenizer
-from moefw.training.data.tokens import STARTS, TokenFile, TokenWriter, token_dtype
+from moefw.plugins.data import source as preparation
+from moefw.plugins.data.bpe import train_bpe
+from moefw.plugins.data.hashed import HashedFile, KnownHashes, chunk_hashes
+from moefw.plugins.data.numbers import NumberFile
+from moefw.plugins.data.text import Text
+from moefw.plugins.data.tokenizers import ByteTokenizer, JsonTokenizer
+from moefw.plugins.data.tokens import STARTS, TokenFile, TokenWriter, token_dtype
 
 
 def test_bytes_go_there_and_back(corpus, cache):

@@ -167,7 +167,7 @@ class TestHybridEP(DispatcherSuite):
 def test_every_installed_dispatcher_is_certified_here() -> None:
     registry = Registry()
     assert registry.load_all() == []
-    ours = {part.name for part in registry.parts() if part.hook == "moefw_dispatchers" and part.distribution == "moefw"}
+    ours = {part.name for part in registry.parts() if part.kind == "dispatcher" and part.distribution == "moefw"}
     certified = {each.plugin.name for each in (TestAllToAll, TestAllGather, TestDeepEP, TestHybridEP)}
     assert ours == certified == set(DISPATCHERS)
 

@@ -31,7 +31,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {"deepep": {"backend": "torch"}, "hyb
 def registered() -> list[str]:
     registry = Registry()
     assert registry.load_all() == []
-    return [part.name for part in registry.parts() if part.hook == "moefw_dispatchers"]
+    return [part.name for part in registry.parts() if part.kind == "dispatcher"]
 
 
 DISPATCHERS = registered()

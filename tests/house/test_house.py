@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+
+from moefw.compose.built_in import built_in
+from moefw.compose.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
@@ -34,11 +36,19 @@ def sources(folder: str) -> list[Path]:
 
 @pytest.mark.parametrize("room", ["core", "system", "recording", "runtime", "compose"])
 def test_what_plugins_stand_on_knows_none_by_name(room: str) -> None:
-    names = {entry.name for entry in entry_points(group="moefw") if entry.dist and entry.dist.name == "moefw"}
+    names = {*built_in()}
     assert len(names) >= 15
     for path in sources(f"moefw/{room}"):
         strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         assert not strings & names, f"{path} names {strings & names}"
+
+
+def test_the_first_line_of_a_built_in_module_names_its_parts() -> None:
+    registry = Registry()
+    assert registry.load_all() == []
+    declared = {part.name: part.declaration.__module__ for part in registry.parts() if part.distribution == "moefw"}
+    assert declared.keys() == built_in().keys()
+    assert all(module.startswith(built_in()[name]) for name, module in declared.items())
 
 
 def python(code: str) -> str:

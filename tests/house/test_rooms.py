@@ -102,10 +102,10 @@ def test_the_kernels_stand_alone() -> None:
             assert not any(name.split(".")[0] == "moefw" for name in names), path
 
 
-def test_a_spec_is_read_by_a_room_that_needs_nothing_but_errors() -> None:
+def test_a_spec_is_read_by_a_room_that_needs_only_errors_and_choices() -> None:
     for module in (one for one in graph() if one.startswith("moefw.compose.spec")):
         ours = {other for other in graph()[module] & graph().keys() if not other.startswith("moefw.compose.spec")}
-        assert ours <= {"moefw.core.errors"}
+        assert ours <= {"moefw.core.errors", "moefw.core.choice"}
 
 
 @pytest.mark.parametrize("plugin", [one for one in MODULES if one.startswith("moefw.plugins.") and one.count(".") > 2])

@@ -24,14 +24,14 @@ def value(formula: str, **numbers: int) -> Fraction:
 def test_all_schedules_have_a_row() -> None:
     registry = Registry()
     registry.load_all()
-    ours = {part.name for part in registry.parts() if part.hook == "moefw_pipelines" and part.distribution == "moefw"}
+    ours = {part.name for part in registry.parts() if part.kind == "pipeline" and part.distribution == "moefw"}
     assert ours == ROWS.keys()
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_that_of_the_order(name: str) -> None:
     _, idle, at_4_and_8, held, _ = (cell.strip() for cell in ROWS[name].split("|"))
-    schedule = Registry().get("moefw_pipelines", name).declaration()
+    schedule = Registry().get("pipeline", name).declaration()
     for ranks, count in ((2, 8), (4, 8), (4, 16)):
         numbers = {"p": ranks, "M": count, "v": schedule.chunks}
         order = schedule.order(ranks, count)

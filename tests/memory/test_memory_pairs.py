@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dispatchers import DISPATCHERS
 from memory_cases import assert_same, offload, recompute, run
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.memory_case import Observed
+from moefw.testing.suites.memory_policy_case import Observed
 
 EMULATED = ("fp8-blockwise", "mxfp8", "fp8-tensor", "nvfp4")
 PRECISIONS: Mapping[str, Mapping[str, Any]] = {

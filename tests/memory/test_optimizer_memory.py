@@ -19,8 +19,8 @@ from moefw.plugins.memory.offload import OptimizerOffload
 from moefw.plugins.memory.offload.buffers import STATES, host_memory
 from moefw.plugins.memory.optimizer_bf16 import OptimizerBF16
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.optimizer_memory import OptimizerMemorySuite
-from moefw.testing.suites.optimizer_memory_case import give_gradients
+from moefw.testing.suites.optimizer_memory_policy import OptimizerMemoryPolicySuite
+from moefw.testing.suites.optimizer_memory_policy_case import give_gradients
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL, short_run
@@ -204,7 +204,7 @@ def test_regions_of_activations_and_of_the_optimizer_go_together(pool: RankPool)
     assert differing(plain.last, treated.last) == []
 
 
-class TestOptimizerBF16(OptimizerMemorySuite):
+class TestOptimizerBF16(OptimizerMemoryPolicySuite):
     plugin = OptimizerBF16
 
 
@@ -213,7 +213,7 @@ class TestOptimizerBF16ToNearest(TestOptimizerBF16):
     options = {"rounding": "nearest"}
 
 
-class TestOptimizerOffload(OptimizerMemorySuite):
+class TestOptimizerOffload(OptimizerMemoryPolicySuite):
     plugin = OptimizerOffload
     rtol = None
     options = {"bucket_bytes": 4096}

@@ -21,8 +21,8 @@ from moefw.plugins.memory.paged_stash.stash import Stash
 from moefw.runtime.memory.static_rows import UNSAVED
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.memory import MemorySuite
-from moefw.testing.suites.memory_case import Observed, observed
+from moefw.testing.suites.memory_policy import MemoryPolicySuite
+from moefw.testing.suites.memory_policy_case import Observed, observed
 from moefw.testing.suites.runs import global_batch, open_model, train, whole_model
 from moefw.testing.suites.watch import same_bits
 from pairwise import each_value, quick
@@ -273,14 +273,14 @@ def test_what_cannot_be_is_refused(memory: Any, parts: Mapping[str, Any], says: 
     assert says in str(caught.value)
 
 
-class TestPagedStash(MemorySuite):
+class TestPagedStash(MemoryPolicySuite):
     plugin = PagedStash
     options = {"factor": CAPACITY, "page_rows": 16}
     parts = {"dispatch": BUDGET}
 
 
 @pytest.mark.deep
-class TestPagedStashSpilled(MemorySuite):
+class TestPagedStashSpilled(MemoryPolicySuite):
     plugin = PagedStash
     options = {"factor": 0.25, "page_rows": 4, "spill": "host"}
     parts = {"dispatch": BUDGET, "precision": {"use": "bf16"}}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from broken_recipes import Int8ByPass
+from broken_precisions import Int8ByPass
 from ledger_cases import MODEL, SHARED_OUT, TRAIN, assembly_of, check
 from moefw.core.errors import PlanError
 from moefw.planner import ledger

@@ -224,7 +224,7 @@ def test_a_rank_runs_the_listed_passes_and_holds_as_many_graphs_as_the_schedule_
 
 
 def test_a_model_that_offers_stages_and_has_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moefw.models.decoder.Decoder.build", lambda *_: torch.nn.Linear(1, 1))
+    monkeypatch.setattr("moefw.plugins.models.decoder.Decoder.build", lambda *_: torch.nn.Linear(1, 1))
     assembly = fake_assembly(spec("1f1b"), 2)
     with (
         fake_tensor_world(0, 2),

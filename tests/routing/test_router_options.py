@@ -12,7 +12,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.errors import MoefwError
 from moefw.core.site import Machine
-from moefw.models.decoder import Decoder
+from moefw.plugins.models.decoder import Decoder
 from moefw.plugins.routers.topk.options import check_stages
 from moefw.testing.announce import with_plugins
 

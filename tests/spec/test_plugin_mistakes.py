@@ -13,7 +13,7 @@ import moefw
 from moefw.compose.assembly import Assembly
 from moefw.compose.registry import Registry
 from moefw.core.errors import PluginError, Problem, SpecError
-from moefw.core.plugin import LayoutPlugin, MemoryPlugin, ModelPlugin
+from moefw.core.plugin import LayoutPlugin, MemoryPolicyPlugin, ModelPlugin
 from moefw.core.site import Site
 from resolved_specs import Plain, refusal, refused, registry, resolved
 
@@ -127,7 +127,7 @@ class TestOtherPeoplesMistakes:
                 return []
 
         @frozen
-        class Idle(MemoryPlugin):
+        class Idle(MemoryPolicyPlugin):
             name: ClassVar[str] = "idle"
             joins: ClassVar[bool] = True
 

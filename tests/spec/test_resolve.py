@@ -21,7 +21,7 @@ from moefw.compose.resolve import MAX_LAYERS, assemble, assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.errors import PlanError, PluginError, SpecError
 from moefw.core.site import Machine, Site
-from moefw.models.decoder import Decoder
+from moefw.plugins.models.decoder import Decoder
 from resolved_specs import DEFAULTS, REGISTRY, Plain, refusal, refused, registry, resolved
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

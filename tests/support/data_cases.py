@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from moefw import DataError
-from moefw.training.data import Text
+from moefw.plugins.data.text import Text
 
 EOT = "<|endoftext|>"
 

@@ -16,8 +16,8 @@ from attrs import frozen
 import moefw
 from moefw.core.data import TokenStream
 from moefw.core.plugin import DataSourcePlugin
-from moefw.training.data import Text
-from moefw.training.faults.stamps import stamp
+from moefw.plugins.data.text import Text
+from moefw.system.stamps import stamp
 
 
 def _block() -> None:

@@ -24,7 +24,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.context import BuildContext
 from moefw.core.contracts import MemoryPolicy
-from moefw.core.plugin import MemoryPlugin
+from moefw.core.plugin import MemoryPolicyPlugin
 from moefw.core.site import Machine
 from moefw.planner import Ledger, ledger
 from moefw.planner.report import Work
@@ -235,7 +235,7 @@ QUICK = (
 
 
 @frozen
-class Halves(MemoryPlugin, MemoryPolicy):
+class Halves(MemoryPolicyPlugin, MemoryPolicy):
     """Keeps the first half of the bytes of each tensor, which makes it of no use, and says nothing about memory."""
 
     name: ClassVar[str] = "halves"

@@ -15,7 +15,7 @@ from moefw.compose.assembly import Assembly
 from moefw.plugins.memory.paged_stash.stash import Stash
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.memory_case import Observed, observed
+from moefw.testing.suites.memory_policy_case import Observed, observed
 from moefw.testing.suites.runs import whole_model
 from moefw.testing.suites.watch import same_bits
 

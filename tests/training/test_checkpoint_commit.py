@@ -23,7 +23,7 @@ from moefw.runtime.naming import by_parameter, state_tensors
 from moefw.runtime.parallel.local_shards import local, whole
 from moefw.runtime.parallel.opened_layout import OpenedLayout
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.optimizer_memory_case import give_gradients
+from moefw.testing.suites.optimizer_memory_policy_case import give_gradients
 from moefw.testing.suites.runs import open_model, whole_model
 from moefw.testing.training import SMALL
 from moefw.training import checkpoint

@@ -17,11 +17,11 @@ from moefw.commands.eval import evaluate
 from moefw.commands.train import train
 from moefw.compose.build import open_layout
 from moefw.core.errors import DataError
+from moefw.plugins.data.bpe import train_bpe
+from moefw.plugins.data.hashed import CHUNK_BYTES, HashedFile
+from moefw.plugins.data.text import Text
 from moefw.testing.pool import RankPool
 from moefw.training import session
-from moefw.training.data import Text
-from moefw.training.data.bpe import train_bpe
-from moefw.training.data.hashed import CHUNK_BYTES, HashedFile
 from moefw.training.data.order import BatchOrder
 from moefw.training.world import Place
 
@@ -79,8 +79,8 @@ def test_damage_that_one_rank_alone_reads_is_told_with_its_rank_and_file(spec: P
 
 @pytest.mark.fault("an id past the vocabulary", "named with its place")
 def test_an_id_past_the_vocabulary_ends_a_run_with_its_place(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moefw.training.data.tokenizers.ByteTokenizer.vocab_size", 99)
-    monkeypatch.setattr("moefw.training.data.tokens.TokenWriter.write", write_unchecked)
+    monkeypatch.setattr("moefw.plugins.data.tokenizers.ByteTokenizer.vocab_size", 99)
+    monkeypatch.setattr("moefw.plugins.data.tokens.TokenWriter.write", write_unchecked)
     with pytest.raises(
         DataError, match=r"train\.bin holds the id 1\d\d at token [\d,]+, and the vocabulary has 99 ids"
     ):

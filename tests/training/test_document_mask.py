@@ -21,10 +21,10 @@ from moefw.commands.train import train
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.stages import Batch, Output
 from moefw.planner import ledger
+from moefw.plugins.data.text import Text
 from moefw.runtime.naming import initialise
+from moefw.runtime.windows import number_documents
 from moefw.training import session
-from moefw.training.data import Text
-from moefw.training.data.windows import number_documents
 from moefw.training.session import Session
 from resolved_specs import problems_of, resolved
 from small_spec import small_spec

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moefw.system.stamps import stamp, stamping
 from moefw.testing.pool import RankPool
 from moefw.training.errors import StoppedError
 from moefw.training.faults import requests as requests_module
@@ -24,13 +25,13 @@ from moefw.training.faults.patience import START_S, Stillness, collective_timeou
 from moefw.training.faults.peers import Accused, Peers, SilentStoreError, silent_store, speaker
 from moefw.training.faults.record import RECORD_BYTES, Ending, Record, read_record, write_ending, write_look, write_who
 from moefw.training.faults.requests import StopRequests
-from moefw.training.faults.stamps import Stamps, stamp, stamping
+from moefw.training.faults.stamps import RankStamps
 from moefw.training.faults.where import waits_in
 
 
-def fresh() -> tuple[memoryview, Stamps]:
+def fresh() -> tuple[memoryview, RankStamps]:
     buffer = memoryview(bytearray(RECORD_BYTES))
-    return buffer, Stamps(buffer, wake=lambda: None)
+    return buffer, RankStamps(buffer, wake=lambda: None)
 
 
 def test_a_stamp_says_where_the_run_is_and_keeps_its_step() -> None:

@@ -38,7 +38,7 @@ from moefw.training.faults import watch
 from moefw.training.faults.rank_files import meeting_folder, stack_file
 from moefw.training.faults.rank import watched
 from moefw.training.faults.requests import StopRequests
-from moefw.training.faults.stamps import stamp
+from moefw.system.stamps import stamp
 from moefw.training.launcher import die_with_launcher
 from moefw.training.world import place_from_environment
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefw.training.optimizers import AdamW
-from moefw.training.schedules import WSD, Cosine
+from moefw.plugins.optimizers.adamw import AdamW
+from moefw.plugins.schedules.warmed_up import WSD, Cosine
 
 
 @given(st.integers(1, 500), st.integers(0, 100), st.sampled_from([Cosine, WSD]))

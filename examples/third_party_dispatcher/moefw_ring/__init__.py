@@ -9,7 +9,7 @@ from attrs import frozen
 
 import moefw
 
-moefw_api = ">=2,<3"
+moefw_api = ">=3,<4"
 
 
 @frozen

@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
-from attrs import Attribute, Factory, field, frozen
+from attrs import Attribute, field, frozen
 from attrs.validators import ge, gt, optional
 
-from moefw.compose.spec.source import KeyPath, Marks, Tree, show
-from moefw.compose.spec.unknown import UNKNOWN
-from moefw.core.errors import Problem
+from moefw.compose.spec.source import KeyPath, Tree
+from moefw.core.choice import Choice, chosen
 
 RESERVED = ("use", "preset")
-
-
-@frozen
-class Choice:
-    """A plugin by name, and the options next to ``use:`` (``preset:`` names a set of options)."""
-
-    use: str
-    options: Mapping[str, Any] = Factory(dict)
-
-    @classmethod
-    def from_data(cls, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Choice | None:
-        """Choice of ``{use: name, option: value, ...}``, or None if it names no plugin."""
-        if not isinstance(data, Mapping):
-            example = data if isinstance(data, str) and data.isprintable() else "name, option: value"
-            fix = f"Write {{use: {example}}}."
-            problems.append(Problem(f"{show(data)} is not a mapping that names a plugin.", fix, marks.where(path)))
-            return None
-        use = data.get("use")
-        if isinstance(use, str):
-            return cls(use, {key: value for key, value in data.items() if key != "use"})
-        if use is not UNKNOWN:
-            what = "'use' is missing." if use is None else f"{show(use)} is not the name of a plugin."
-            problems.append(Problem(what, "`moefw plugins` lists them.", marks.where((*path, "use"))))
-        return None
-
-    def to_data(self) -> dict[str, object]:
-        """Mapping as it is written in a file."""
-        return {"use": self.use, **self.options}
-
-
-def chosen(hook: str, **kwargs: Any) -> Any:
-    """Field that holds a :class:`Choice` among the plugins of ``hook``, or several.
-
-    As an option of a plugin, it holds several, and the plugins themselves in the place of their choices.
-    """
-    return field(metadata={"hook": hook}, **kwargs)
 
 
 @frozen(kw_only=True)
@@ -89,9 +52,9 @@ class TrainSpec:
     """
     lr: float = field(default=3e-3, validator=gt(0.0))
     """Learning rate, which ``schedule`` multiplies by its factor of the step."""
-    optimizer: Choice = chosen("moefw_optimizers")
+    optimizer: Choice = chosen("optimizer")
     """Optimizer of all parameters."""
-    schedule: Choice = chosen("moefw_schedules")
+    schedule: Choice = chosen("schedule")
     """Schedule of the learning rate."""
     clip_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))  # type: ignore[arg-type]
     """Largest norm of the whole gradient: a longer one is scaled down to it. null: gradients are not clipped."""
@@ -161,32 +124,32 @@ class RunSpec:
 class Spec:
     """A whole spec file. Missing sections without a default here are filled from the defaults file."""
 
-    model: Choice = chosen("moefw_models")
-    attention: Choice = chosen("moefw_attentions")
-    context_parallel: Choice = chosen("moefw_context_parallels")
-    routing: Choice = chosen("moefw_routers")
-    dispatch: Choice = chosen("moefw_dispatchers")
-    gemm: Choice = chosen("moefw_gemms")
-    precision: Choice = chosen("moefw_precisions")
-    memory: tuple[Choice, ...] = chosen("moefw_memory_policies", default=())
+    model: Choice = chosen("model")
+    attention: Choice = chosen("attention")
+    context_parallel: Choice = chosen("context_parallel")
+    routing: Choice = chosen("router")
+    dispatch: Choice = chosen("dispatcher")
+    gemm: Choice = chosen("gemm")
+    precision: Choice = chosen("precision")
+    memory: tuple[Choice, ...] = chosen("memory_policy", default=())
     """Policies for what regions save for backward, and for optimizer states; empty: all is kept as it is."""
-    parallel: Choice = chosen("moefw_layouts")
-    pipeline: Choice = chosen("moefw_pipelines")
-    data: Choice = chosen("moefw_data_sources")
+    parallel: Choice = chosen("layout")
+    pipeline: Choice = chosen("pipeline")
+    data: Choice = chosen("data_source")
     train: TrainSpec
     run: RunSpec = RunSpec()
 
 
 def plugin_fields(section: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, Any]]:
-    """Yield the path, hook and choice of every plugin that a spec names."""
+    """Yield the path, kind and choice of every plugin that a spec names."""
     for place in attrs.fields(type(section)):
         value = getattr(section, place.name)
         here = (*path, place.name)
-        hook = place.metadata.get("hook")
-        if hook and isinstance(value, tuple):
-            yield from (((*here, index), hook, choice) for index, choice in enumerate(value))
-        elif hook:
-            yield here, hook, value
+        kind = place.metadata.get("kind")
+        if kind and isinstance(value, tuple):
+            yield from (((*here, index), kind, choice) for index, choice in enumerate(value))
+        elif kind:
+            yield here, kind, value
         elif attrs.has(type(value)):
             yield from plugin_fields(value, here)
 

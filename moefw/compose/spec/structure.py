@@ -13,6 +13,7 @@ import attrs
 
 from moefw.compose.spec.source import KeyPath, Marks, scalar, show
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
+from moefw.core.choice import Choice
 from moefw.core.errors import PluginError, Problem, closest, nearest
 
 T = TypeVar("T")
@@ -111,9 +112,10 @@ def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[
         return data
     if origin in (Union, types.UnionType):
         return _either(args, data, path, marks, problems)
+    if kind is Choice:
+        return _choice(data, path, marks, problems)
     if attrs.has(kind):
-        from_data = getattr(kind, "from_data", None)
-        built = from_data(data, path, marks, problems) if from_data else structure(kind, data, path, marks, problems)
+        built = structure(kind, data, path, marks, problems)
         return UNKNOWN if built is None else built
     if origin in (tuple, list) and isinstance(data, tuple | list):
         kinds = args if origin is tuple and args[-1] is not Ellipsis else args[:1] * len(data)
@@ -180,6 +182,22 @@ def _words(kind: Any) -> str:
     )
 
 
+def _choice(data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
+    """Choice of ``{use: name, option: value, ...}``; if it names no plugin, report it and return UNKNOWN."""
+    if not isinstance(data, Mapping):
+        example = data if isinstance(data, str) and data.isprintable() else "name, option: value"
+        fix = f"Write {{use: {example}}}."
+        problems.append(Problem(f"{show(data)} is not a mapping that names a plugin.", fix, marks.where(path)))
+        return UNKNOWN
+    use = data.get("use")
+    if isinstance(use, str):
+        return Choice(use, {key: value for key, value in data.items() if key != "use"})
+    if use is not UNKNOWN:
+        what = "'use' is missing." if use is None else f"{show(use)} is not the name of a plugin."
+        problems.append(Problem(what, "`moefw plugins` lists them.", marks.where((*path, "use"))))
+    return UNKNOWN
+
+
 def require_readable(kind: Any) -> None:
     """Raise PluginError unless a spec can hold values of type ``kind``."""
     kinds = [kind]
@@ -187,7 +205,7 @@ def require_readable(kind: Any) -> None:
         origin = get_origin(each)
         inner: tuple[Any, ...] = () if origin is Literal else get_args(each)
         if attrs.has(each):
-            inner = () if hasattr(each, "from_data") else tuple(field.type for field in _options(each))
+            inner = () if each is Choice else tuple(field.type for field in _options(each))
         elif origin not in (Union, types.UnionType) and each not in (Any, types.NoneType, Ellipsis):
             _words(each)
         kinds += [nested for nested in inner if nested not in kinds]

@@ -9,7 +9,7 @@ from attrs import frozen
 
 import moefw
 from moefw.core.contracts import MemoryPolicy
-from moefw.core.plugin import MemoryPlugin
+from moefw.core.plugin import MemoryPolicyPlugin
 
 
 @final
@@ -26,7 +26,7 @@ class KeepPolicy(MemoryPolicy):
 
 
 @frozen
-class Keep(MemoryPlugin):
+class Keep(MemoryPolicyPlugin):
     """Keeps the tensors that regions save. This is the default; naming it refuses regions that do not allow it."""
 
     name: ClassVar[str] = "keep"
@@ -39,6 +39,6 @@ class Keep(MemoryPlugin):
 
 
 @moefw.hookimpl
-def moefw_memory_policies() -> list[type[MemoryPlugin]]:
+def moefw_memory_policies() -> list[type[MemoryPolicyPlugin]]:
     """Declare the policy."""
     return [Keep]

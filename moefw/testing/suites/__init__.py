@@ -1,1 +1,1 @@
-"""One contract suite per hook point."""
+"""One contract suite for each kind of plugin."""

@@ -48,7 +48,6 @@ class AttentionSuite(Suite):
     of the model. ``policies`` names a memory plugin for each mechanism of a region.
     """
 
-    section = "attention"
     dim: ClassVar[int] = 16
     reference: ClassVar[Reference | None] = None
     policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}

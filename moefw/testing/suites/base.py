@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from moefw.core.facts import Offers
+from moefw.core.kinds import kind_of
 from moefw.core.plugin import Plugin
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
@@ -43,8 +44,6 @@ class Suite:
     ``repeats`` False: the part is correct, but two runs do not give the same bits (because of atomics, for example).
     """
 
-    section: ClassVar[str]
-    """The section of a spec that chooses this kind of plugin."""
     plugin: ClassVar[type[Plugin]]
     options: ClassVar[Mapping[str, Any]] = {}
     parts: ClassVar[Mapping[str, Any]] = {}
@@ -57,6 +56,11 @@ class Suite:
     def _moefw(self, moefw_pool: RankPool, moefw_profile: Profile) -> None:
         self.pool = moefw_pool
         self.profile = moefw_profile
+
+    @property
+    def section(self) -> str:
+        """The section of a spec that chooses this kind of plugin."""
+        return kind_of(self.plugin).section
 
     @property
     def chosen(self) -> dict[str, Any]:

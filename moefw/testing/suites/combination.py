@@ -13,7 +13,6 @@ from moefw.testing.covering import pairs
 from moefw.testing.fit import Fit
 from moefw.testing.staged import SIZES, StagedModel, verify_staged
 from moefw.testing.suites.base import Suite
-from moefw.testing.variants import SECTIONS
 from moefw.testing.verify import verify, verify_all
 
 
@@ -31,11 +30,6 @@ class CombinationSuite(Suite):
     include: ClassVar[Sequence[str]] = ()
     exclude: ClassVar[Sequence[str]] = ()
     _fit: ClassVar[Fit]
-
-    @property
-    def section(self) -> str:  # type: ignore[override]
-        """The section that chooses this kind of plugin."""
-        return next(section for section, hook in SECTIONS.items() if hook == self.plugin.hook)
 
     def fit(self) -> Fit:
         """Variants to combine, and their fit. The plugin's own section contains only the plugin."""

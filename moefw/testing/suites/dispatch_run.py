@@ -43,7 +43,6 @@ def fail(what: str) -> None:
 class DispatcherRunner(Suite):
     """Runs functions of :mod:`moefw.testing.suites.dispatch_ranks` on a case's ranks, and checks their results."""
 
-    section = "dispatch"
     job_s: ClassVar[float] = 20.0
     """Seconds after which the ranks of a job count as hanging."""
     _known: ClassVar[dict[Any, Any]]

@@ -75,7 +75,6 @@ class GemmSuite(Suite):
     allowed as a share of a tensor's largest value. ``policies`` names a memory plugin for each mechanism of a region.
     """
 
-    section = "gemm"
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 4, "top_k": 2, "dim": 16, "expert_dim": 32}
     rtol: ClassVar[Mapping[str, float]] = {"fp32": 1e-5, "bf16": 4e-2}
     policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}

@@ -34,7 +34,6 @@ class LayoutSuite(Suite):
     ``opened`` are sets of options to open on ranks, in addition to ``options``.
     """
 
-    section = "parallel"
     meshes: ClassVar[Sequence[Sequence[str]]] = (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
     drawn: ClassVar[st.SearchStrategy[Mapping[str, Any]] | None] = None
     opened: ClassVar[Sequence[Mapping[str, Any]]] = ()

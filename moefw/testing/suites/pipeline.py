@@ -56,7 +56,6 @@ class PipelineSuite(Suite):
     ``ranks`` and ``micro_batches`` are the numbers that are tried, each of one with each of the other.
     """
 
-    section = "pipeline"
     ranks: ClassVar[Sequence[int]] = (1, 2, 3, 4, 8)
     micro_batches: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 24)
 

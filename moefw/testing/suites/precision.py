@@ -85,7 +85,6 @@ class PrecisionSuite(Suite):
     ``gemms`` must take the operands.
     """
 
-    section = "precision"
     plugin: ClassVar[type[PrecisionPlugin]]
     rtol: ClassVar[float | None] = None
     block: ClassVar[int] = 32

@@ -41,7 +41,6 @@ NEAR_TIES = 0.05
 class RouterSuite(Suite):
     """Tests a router against its contract. ``dims`` are the sizes of its layer."""
 
-    section = "routing"
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 8, "top_k": 2, "dim": 16, "expert_dim": 16}
 
     def router(self, *, seed: int = 0) -> Any:

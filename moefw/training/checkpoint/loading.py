@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError
 from moefw.runtime.communication.agreement import raise_together
 from moefw.runtime.parallel.local_shards import all_of
 from moefw.runtime.pipeline.stage import names_in_stages
+from moefw.system.stamps import stamp
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Manifest, SavedTensor, read_manifest
 from moefw.training.checkpoint.shards import opened, words
 from moefw.training.checkpoint.slots import Slot, by_target, model_slots, optimizer_slots
-from moefw.training.faults.stamps import stamp
-from moefw.training.folder import TOKENIZER
 
 
 def load(

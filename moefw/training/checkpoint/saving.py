@@ -23,12 +23,12 @@ from moefw.runtime.finite import is_finite
 from moefw.runtime.naming import by_parameter, state_tensors, states
 from moefw.runtime.parallel.holders import holdings, writes_state
 from moefw.runtime.parallel.local_shards import is_shared_out, local, stored
+from moefw.system.stamps import stamp
 from moefw.training.checkpoint.choice import way_back
 from moefw.training.checkpoint.commit import begin, commit, prune, sync
 from moefw.training.checkpoint.manifest import Manifest, Origin, shard_from
 from moefw.training.checkpoint.shards import described, words
 from moefw.training.errors import NotWrittenError
-from moefw.training.faults.stamps import stamp
 from moefw.training.folder import checkpoint_dirs
 
 

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moefw.runtime.finite import is_finite
+from moefw.system.stamps import stamp
 from moefw.training.checkpoint.manifest import Damage, Manifest, SavedShard, SavedTensor, read_manifest, require_file
-from moefw.training.faults.stamps import stamp
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",

@@ -10,11 +10,11 @@ from typing import Final
 
 from moefw.compose.spec.sections import RunSpec
 from moefw.core.errors import RunError
+from moefw.system.stamps import stamping
 from moefw.training.errors import LostContactError
 from moefw.training.faults.departures import left_early, out_of_memory
 from moefw.training.faults.kernel import is_out_of_memory
 from moefw.training.faults.requests import StopRequests
-from moefw.training.faults.stamps import stamping
 from moefw.training.faults.watch import Watch
 from moefw.training.world import Place
 

@@ -25,7 +25,7 @@ from moefw.training.faults.rank_files import meeting_folder, record_file, stack_
 from moefw.training.faults.record import RECORD_BYTES, Ending, Record, read_record, write_ending, write_look, write_who
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stacks import keep_own
-from moefw.training.faults.stamps import Stamps
+from moefw.training.faults.stamps import RankStamps
 from moefw.training.faults.where import waits_in
 from moefw.training.world import Place
 
@@ -55,7 +55,7 @@ class Watch:
         self._ended = False
         self._open = ExitStack()
         self._thread = threading.Thread(target=self._watch, name="moefw-watch", daemon=True)
-        self.stamps = Stamps(self._record, wake=requests.wake)
+        self.stamps = RankStamps(self._record, wake=requests.wake)
 
     @property
     def launched(self) -> bool:

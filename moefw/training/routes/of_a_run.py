@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefw.compose.routes import ROUTES
 from moefw.core.stages import Batch
-from moefw.training.faults.stamps import stamp
+from moefw.system.stamps import stamp
 from moefw.training.routes.file import Wanted, drop_after
 from moefw.training.routes.recorder import Recorder
 from moefw.training.routes.replay import Replay

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, le, min_len, optional
 
 import moefw
-from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
+from moefw.core.plugin import MemoryPolicyPlugin, OptimizerMemoryPolicyPlugin
 from moefw.core.site import Site
 
 MIN_BYTES = 1 << 20
@@ -17,7 +17,7 @@ BUCKET_BYTES = 1 << 26
 
 
 @frozen
-class Offload(MemoryPlugin):
+class Offload(MemoryPolicyPlugin):
     """Copies the tensors that regions save off the device in forward, and back before their backward.
 
     Parameters stay.
@@ -69,7 +69,7 @@ class Offload(MemoryPlugin):
 
 
 @frozen
-class OptimizerOffload(OptimizerMemoryPlugin):
+class OptimizerOffload(OptimizerMemoryPolicyPlugin):
     """Keeps the optimizer's states in host memory, page-locked for a GPU; parameters stay on the device."""
 
     name: ClassVar[str] = "optimizer-offload"
@@ -97,6 +97,6 @@ class OptimizerOffload(OptimizerMemoryPlugin):
 
 
 @moefw.hookimpl
-def moefw_memory_policies() -> list[type[MemoryPlugin]]:
+def moefw_memory_policies() -> list[type[MemoryPolicyPlugin]]:
     """Declare the policies."""
     return [Offload, OptimizerOffload]

@@ -7,11 +7,11 @@ from typing import ClassVar, Literal
 from attrs import frozen
 
 import moefw
-from moefw.core.plugin import MemoryPlugin, OptimizerMemoryPlugin
+from moefw.core.plugin import MemoryPolicyPlugin, OptimizerMemoryPolicyPlugin
 
 
 @frozen
-class OptimizerBF16(OptimizerMemoryPlugin):
+class OptimizerBF16(OptimizerMemoryPolicyPlugin):
     """Keeps the optimizer's states in bf16 between steps. Every update is the optimizer's own, in fp32."""
 
     name: ClassVar[str] = "optimizer-bf16"
@@ -32,6 +32,6 @@ class OptimizerBF16(OptimizerMemoryPlugin):
 
 
 @moefw.hookimpl
-def moefw_memory_policies() -> list[type[MemoryPlugin]]:
+def moefw_memory_policies() -> list[type[MemoryPolicyPlugin]]:
     """Declare the policy."""
     return [OptimizerBF16]

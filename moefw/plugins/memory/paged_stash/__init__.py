@@ -9,7 +9,7 @@ from attrs import Attribute, field, frozen
 from attrs.validators import ge, gt
 
 import moefw
-from moefw.core.plugin import MemoryPlugin
+from moefw.core.plugin import MemoryPolicyPlugin
 from moefw.core.site import Site
 
 PAGE_ROWS: Final = 64
@@ -22,7 +22,7 @@ def _power_of_two(plugin: Any, attribute: Attribute[int], value: int) -> None:
 
 
 @frozen
-class PagedStash(MemoryPlugin):
+class PagedStash(MemoryPolicyPlugin):
     """Saves only the valid rows that experts compute on, where a budget makes the number of rows static.
 
     They lie in pages of a pool for each saved tensor, which layers share: one may take more where another takes less.
@@ -74,6 +74,6 @@ class PagedStash(MemoryPlugin):
 
 
 @moefw.hookimpl
-def moefw_memory_policies() -> list[type[MemoryPlugin]]:
+def moefw_memory_policies() -> list[type[MemoryPolicyPlugin]]:
     """Declare the policy."""
     return [PagedStash]

@@ -7,11 +7,11 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw.core.plugin import MemoryPlugin
+from moefw.core.plugin import MemoryPolicyPlugin
 
 
 @frozen
-class Recompute(MemoryPlugin):
+class Recompute(MemoryPolicyPlugin):
     """Runs the regions again in backward, up to the last saved tensor that is needed."""
 
     name: ClassVar[str] = "recompute"
@@ -26,6 +26,6 @@ class Recompute(MemoryPlugin):
 
 
 @moefw.hookimpl
-def moefw_memory_policies() -> list[type[MemoryPlugin]]:
+def moefw_memory_policies() -> list[type[MemoryPolicyPlugin]]:
     """Declare the policy."""
     return [Recompute]

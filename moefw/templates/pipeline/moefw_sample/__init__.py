@@ -8,7 +8,7 @@ from typing import ClassVar
 import moefw
 from attrs import frozen
 
-moefw_api = ">=2,<3"
+moefw_api = ">=3,<4"
 
 
 @frozen

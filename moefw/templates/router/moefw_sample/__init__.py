@@ -9,7 +9,7 @@ import moefw
 from attrs import field, frozen
 from attrs.validators import gt
 
-moefw_api = ">=2,<3"
+moefw_api = ">=3,<4"
 
 
 @frozen

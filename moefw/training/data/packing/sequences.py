@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import DataError
-from moefw.training.data.blend.source import BlendSource
+from moefw.plugins.data.blend.source import BlendSource
 from moefw.training.data.order import epoch_order
 
 Ints = NDArray[np.int64]

@@ -1,0 +1,55 @@
+"""The page of kinds, which ``moefw plugins --kinds`` prints: hooks, sections and guides of each kind of plugin."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Final
+
+from moefw.core.hooks import moefw_after_step, moefw_before_step, moefw_check
+from moefw.core.kinds import KINDS, Kind
+
+HEAD: Final = """# Kinds of plugin
+
+Written by `moefw plugins --kinds`; a test compares.
+
+A plugin is a module that implements hooks with `@moefw.hookimpl`. A kind has one name: `moefw new NAME` writes a
+package, `pytest --moefw-NAME` certifies one that is installed (with hyphens for underscores). A hook returns a list of
+classes that extend the base; `build` of such a class returns what is in the last column, or else the class does the
+work itself.
+"""
+
+UPGRADE: Final = """## From 2 to 3
+
+Version 3 of the hook interface has one name for each kind. In a plugin for version 2:
+
+- `moefw.MemoryPlugin` is `moefw.MemoryPolicyPlugin`, `moefw.OptimizerMemoryPlugin` is
+  `moefw.OptimizerMemoryPolicyPlugin`. In tests, `MemorySuite` is `MemoryPolicySuite`, `OptimizerMemorySuite` is
+  `OptimizerMemoryPolicySuite`.
+- `Plugin.hook` is gone: a class has the kind of its base.
+- `pytest --moefw-context` is `--moefw-context-parallel`, `--moefw-memory` is `--moefw-memory-policy`; `moefw new
+  context` is `moefw new context_parallel`, `moefw new memory` is `moefw new memory_policy`.
+- `moefw_api = ">=3,<4"` states the new version. Hooks, sections of a spec and contracts are what they were.
+"""
+
+
+def page() -> Iterator[str]:
+    """Yield docs/guides/kinds.md in pieces, which newlines join."""
+    yield HEAD
+    yield "| kind | section | hook | base | what it decides | `build` returns |\n|---|---|---|---|---|---|"
+    for kind in KINDS.values():
+        section = f"`{kind.section}:`{', a list' if kind.many else ''}"
+        built = f"`{kind.contract.partition(':')[2]}`" if kind.contract else ""
+        yield f"| {_name(kind)} | {section} | `{kind.hook}` | `{kind.base.__name__}` | {kind.summary} | {built} |"
+    yield "\nA kind without a link has no suite, template and guide:\n"
+    yield from (f"- `{kind.name}`: {kind.why_not}" for kind in KINDS.values() if kind.why_not)
+    yield "\n## Other hooks\n\n| hook | what it does |\n|---|---|"
+    for hook in (moefw_check, moefw_before_step, moefw_after_step):
+        text = inspect.cleandoc(hook.__doc__ or "").replace("``", "`").partition("\n")[0]
+        yield f"| `{hook.__name__}({', '.join(inspect.signature(hook).parameters)})` | {text} |"
+    yield f"\n{UPGRADE.rstrip()}"
+
+
+def _name(kind: Kind) -> str:
+    return f"[`{kind.name}`]({PurePosixPath(kind.guide).name})" if kind.guide else f"`{kind.name}`"
