@@ -28,9 +28,12 @@ Version 3 of the hook interface has one name for each kind. In a plugin for vers
   `moefw.OptimizerMemoryPolicyPlugin`. In tests, `MemorySuite` is `MemoryPolicySuite`, `OptimizerMemorySuite` is
   `OptimizerMemoryPolicySuite`.
 - `Plugin.hook` is gone: a class has the kind of its base.
+- A dispatcher has types of its own for plan and handle: `moefw.Dispatcher[Plan, Handle]`. `moefw.DispatchPlan` and
+  `moefw.DispatchHandle` are gone: use what stood in their `detail`. `Pending.detail` is required; it may be None.
+- `rtol` and `row_scales` are class variables of a recipe or a policy, and no facts any more.
 - `pytest --moefw-context` is `--moefw-context-parallel`, `--moefw-memory` is `--moefw-memory-policy`; `moefw new
   context` is `moefw new context_parallel`, `moefw new memory` is `moefw new memory_policy`.
-- `moefw_api = ">=3,<4"` states the new version. Hooks, sections of a spec and contracts are what they were.
+- `moefw_api = ">=3,<4"` states the new version. Hooks and sections of a spec are what they were.
 """
 
 
