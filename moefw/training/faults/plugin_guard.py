@@ -11,8 +11,9 @@ from typing import Any, final
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.process_state import kept
-from moefw.compose.registry import OURS, RegisteredPlugin
+from moefw.compose.registry import RegisteredPlugin
 from moefw.compose.spec.source import show
+from moefw.compose.trust import OURS
 from moefw.core.errors import ContractError, MoefwError, PluginError
 from moefw.core.plugin import Plugin
 
