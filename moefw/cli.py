@@ -16,6 +16,7 @@ import click
 
 import moefw
 from moefw.commands.process import INTERRUPTED, end_at_once, local_rank, rank, say_interrupted
+from moefw.compose.plugin_commands import PluginCommand, plugin_commands
 from moefw.core.errors import MoefwError, SpecError
 from moefw.training.errors import StoppedError
 
@@ -39,16 +40,17 @@ COMMANDS = {
 
 
 class _Lazy(click.Group):
-    """Command group that imports a command when it is called. The summaries are in ``COMMANDS``."""
+    """Command group that imports a command when it is called. The summaries of ours are in ``COMMANDS``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Commands in the order in which a user needs them."""
-        return list(COMMANDS)
+        """Commands in the order in which a user needs them, and then those of plugins."""
+        return list(COMMANDS | plugin_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command."""
+        """Command, imported; None if there is none. Ours are found without a look at those of plugins."""
         if cmd_name not in COMMANDS:
-            return None
+            of_plugin = plugin_commands().get(cmd_name)
+            return of_plugin.load(COMMANDS) if of_plugin else None
         module = importlib.import_module(f"moefw.commands.{cmd_name}")
         command: click.Command = getattr(module, "evaluate" if cmd_name == "eval" else cmd_name)
         return command
@@ -57,6 +59,16 @@ class _Lazy(click.Group):
         """Print the summaries without importing the commands."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+        others = plugin_commands()
+        if others:
+            with formatter.section("Commands of plugins"):
+                formatter.write_dl([(name, _summary(command)) for name, command in others.items()])
+
+
+def _summary(command: PluginCommand) -> str:
+    """The origin of a plugin's command, or why it cannot run."""
+    problem = command.problem(COMMANDS)
+    return f"Cannot run: {problem}" if problem else f"Of {command.origins}."
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

@@ -20,6 +20,20 @@ classes that extend the base; `build` of such a class returns what is in the las
 work itself.
 """
 
+COMMANDS: Final = """## Commands
+
+A package may also add commands to `moefw`. They are entry points of the group `moefw.commands`, each a `click.Command`:
+
+```toml
+[project.entry-points."moefw.commands"]
+routes-plot = "moefw_mine.commands:routes_plot"
+```
+
+This is `moefw routes-plot`. `moefw --help` lists it with its distribution, and imports nothing. A command cannot have
+the name of a built-in one, and `MOEFW_ALLOWED_DISTRIBUTIONS` applies. An error of `moefw`, such as `moefw.RunError`,
+is printed as a message.
+"""
+
 UPGRADE: Final = """## From 2 to 3
 
 Version 3 of the hook interface has one name for each kind. In a plugin for version 2:
@@ -51,7 +65,8 @@ def page() -> Iterator[str]:
     for hook in (moefw_check, moefw_before_step, moefw_after_step):
         text = inspect.cleandoc(hook.__doc__ or "").replace("``", "`").partition("\n")[0]
         yield f"| `{hook.__name__}({', '.join(inspect.signature(hook).parameters)})` | {text} |"
-    yield f"\n{UPGRADE.rstrip()}"
+    yield f"\n{COMMANDS}"
+    yield UPGRADE.rstrip()
 
 
 def _name(kind: Kind) -> str:

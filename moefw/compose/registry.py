@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from importlib.metadata import EntryPoint, entry_points
@@ -17,13 +17,13 @@ import attrs
 import pluggy
 from attrs import frozen
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.utils import canonicalize_name
 
 import moefw
 from moefw.compose.built_in import built_in
 from moefw.compose.process_state import unchanged
 from moefw.compose.spec.sections import inner_plugins
 from moefw.compose.spec.structure import require_readable
+from moefw.compose.trust import ALLOWED, OURS, allowed
 from moefw.core import hooks
 from moefw.core.errors import MoefwError, PluginError, Problem, closest, nearest
 from moefw.core.kinds import KINDS, Kind
@@ -31,15 +31,6 @@ from moefw.core.plugin import Plugin
 
 GROUP = "moefw"
 """The entry-point group. The name of an entry point is the name of the part that it declares."""
-
-OURS = "moefw"
-"""The distribution of the built-in plugins."""
-
-ALLOWED = "MOEFW_ALLOWED_DISTRIBUTIONS"
-"""Environment variable that lists the distributions whose plugins may be loaded in addition to ours. Unset: all.
-
-It is not an option of the spec, because a spec may come from an untrusted source.
-"""
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +75,7 @@ class Registry:
         self._offers: dict[str, list[Offer]] = {}
         self._barred: dict[str, Offer] = {}
         self._observers: dict[str, Offer] = {}
-        allowed = _allowed(os.environ)
+        may_load = allowed(os.environ)
         known_as: dict[Any, tuple[str, str]] = {None: ("?", "?")}
         for name, module in built_in().items():
             self._offers[name] = [Offer(EntryPoint(name, module, GROUP), OURS, moefw.__version__)]
@@ -92,7 +83,7 @@ class Registry:
             if entry.dist and entry.dist not in known_as:  # both parse the whole metadata
                 known_as[entry.dist] = entry.dist.name, entry.dist.version
             offer = Offer(entry, *known_as[entry.dist])
-            if not allowed(offer.distribution):
+            if not may_load(offer.distribution):
                 self._barred[entry.name] = offer
             elif not any(offer.distribution == known.distribution for known in self._offers.get(entry.name, [])):
                 self._offers.setdefault(entry.name, []).append(offer)
@@ -323,15 +314,6 @@ def _unchanged_by(distribution: str, who: str) -> AbstractContextManager[None]:
     if distribution == OURS:
         return nullcontext()
     return unchanged(lambda what: PluginError(f"{who}: {what}", f"Mend or uninstall {distribution}."))
-
-
-def _allowed(environment: Mapping[str, str]) -> Callable[[str], bool]:
-    """Predicate: whether a distribution may be loaded. Names are normalized (PEP 503)."""
-    told = environment.get(ALLOWED)
-    if told is None:
-        return lambda distribution: True
-    names = {canonicalize_name(name.strip()) for name in (OURS, *told.split(","))}
-    return lambda distribution: canonicalize_name(distribution) in names
 
 
 def _way_out(name: str, distributions: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from attrs import field, frozen
 
@@ -68,6 +68,13 @@ class Kind:
     def one(self) -> str:
         """The noun with its article."""
         return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
+
+    def spec(self, choice: Mapping[str, Any]) -> dict[str, Any]:
+        """Spec that chooses a plugin of the kind, and nothing else."""
+        section: Any = [choice] if self.many else choice
+        for key in reversed(self.section.split(".")):
+            section = {key: section}
+        return dict(section)
 
     @property
     def option(self) -> str:
@@ -181,7 +188,7 @@ _TABLE: Final = (
         base=OptimizerPlugin,
         contract="torch.optim:Optimizer",
         summary="How gradients change parameters.",
-        why_not="There is no suite yet; docs/memory.md has what a memory policy asks of its states.",
+        guide="guides/write-an-optimizer.md",
     ),
     Kind(
         name="schedule",
@@ -190,7 +197,7 @@ _TABLE: Final = (
         contract=None,
         summary="How the learning rate changes over the steps.",
         noun="learning-rate schedule",
-        why_not="There is no suite yet: `factor` is its one method.",
+        guide="guides/write-a-schedule.md",
     ),
 )
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from types import ModuleType
 
-from moefw.compose.registry import ALLOWED, Registry
+from moefw.compose.registry import Registry
+from moefw.compose.trust import ALLOWED
 from moefw.core.hooks import hookimpl
 from moefw.core.kinds import kind_of
 from moefw.core.plugin import Plugin

@@ -102,9 +102,8 @@ def _check(kind: Kind, declaration: type[Plugin], options: Mapping[str, Any]) ->
     """Raise UsageError for invalid option values. Whether options fit a world is left to the suite."""
     from moefw.testing.layer_case import LayerCase
 
-    chosen: Any = {"use": declaration.name, **options}
     try:
-        LayerCase(parts={kind.section: [chosen] if kind.many else chosen}).assemble()
+        LayerCase(parts=kind.spec({"use": declaration.name, **options})).assemble()
     except SpecError as error:
         raise pytest.UsageError(f"--moefw-options: {error}") from error
     except MoefwError:

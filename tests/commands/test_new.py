@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -14,6 +16,8 @@ from click.testing import CliRunner
 import copies
 from moefw.cli import cli, main
 from moefw.commands.new import LONGEST_NAME, TEMPLATES
+from moefw.compose.spec.sections import over
+from moefw.compose.spec.source import Marks, read_yaml
 from moefw.core.kinds import CERTIFIED
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +63,7 @@ def test_a_package_has_its_names_and_no_others(packages: dict[str, Path], kind: 
     package = packages[kind]
     files = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*") if path.is_file()}
     own = {"pyproject.toml", "README.md", f"tests/test_my_{kind}.py", f"moefw_my_{kind}/__init__.py"}
-    runtime = set() if kind in ("layout", "pipeline") else {f"moefw_my_{kind}/{kind}.py"}
+    runtime = set() if kind in ("layout", "pipeline", "schedule") else {f"moefw_my_{kind}/{kind}.py"}
     assert own | runtime <= files.keys()
     assert all(f"`{name}`" in files["README.md"] for name in runtime or {f"moefw_my_{kind}/__init__.py"})
     for path, text in files.items():
@@ -67,7 +71,7 @@ def test_a_package_has_its_names_and_no_others(packages: dict[str, Path], kind: 
             assert not any(word in path + text for word in ("sample", "Sample", "{kind}", "{spec}", "{changes}"))
     assert f'{called(kind)} = "moefw_my_{kind}"' in files["pyproject.toml"]
     assert "    plugin = My\n" in files[f"tests/test_my_{kind}.py"]
-    one = f"{'An' if kind == 'attention' else 'A'} {CERTIFIED[kind].noun}"
+    one = f"{'An' if kind in ('attention', 'optimizer') else 'A'} {CERTIFIED[kind].noun}"
     assert f'description = "{one} for moefw"' in files["pyproject.toml"]
     assert f"{one} for moefw. " in files["README.md"]
     assert len(files[f"tests/test_my_{kind}.py"].split("class ")[1].splitlines()) <= 3
@@ -99,8 +103,11 @@ def test_all_are_listed_and_one_spec_takes_them_all(
         assert f"moefw-{called(kind)} 0.1.0" in listed
     assert "broken" not in listed
     spec = tmp_path / "spec.yaml"
-    sections = [(TEMPLATES / kind / "spec.yaml").read_text().replace("sample", called(kind)) for kind in CERTIFIED]
-    spec.write_text(f"model: {{preset: qwen3-moe-tiny}}\n{''.join(sections)}")
+    tree: dict[str, Any] = {"model": {"preset": "qwen3-moe-tiny"}}
+    for kind in CERTIFIED:
+        chosen = (TEMPLATES / kind / "spec.yaml").read_text().replace("sample", called(kind))
+        tree = over(tree, read_yaml(chosen, Marks(kind), []))
+    spec.write_text(json.dumps(tree))
     done = installed("moefw", "check", str(spec))
     assert done.returncode == 0, done.stderr
     assert "is sound: 2 ranks" in done.stdout

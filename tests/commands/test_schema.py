@@ -99,12 +99,7 @@ def branch_options(name):
 
 def spec_with(part, options):
     """Return a spec that chooses a part, with options, in the section of its kind."""
-    chosen = {"use": part.name, **options}
-    *parents, last = KINDS[part.kind].section.split(".")
-    tree = {last: [chosen] if last == "memory" else chosen}
-    for key in parents:
-        tree = {key: tree}
-    return tree
+    return KINDS[part.kind].spec({"use": part.name, **options})
 
 
 class TestSchema:

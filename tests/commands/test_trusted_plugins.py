@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from command_cases import HEAD, dispatcher, listing, refusal
 from moefw.commands.plugins import plugins
-from moefw.compose.registry import ALLOWED
+from moefw.compose.trust import ALLOWED
 
 Install = Callable[..., None]
 OBSERVER = HEAD + "@moefw.hookimpl\ndef moefw_{hook}: pass\n"

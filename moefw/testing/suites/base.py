@@ -13,6 +13,9 @@ from attrs import frozen
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from moefw.compose.spec.source import Marks
+from moefw.compose.spec.structure import structure
+from moefw.core.errors import Problem
 from moefw.core.facts import Offers
 from moefw.core.kinds import kind_of
 from moefw.core.plugin import Plugin
@@ -63,19 +66,27 @@ class Suite:
         return kind_of(self.plugin).section
 
     @property
+    def part(self) -> Any:
+        """The plugin with its options, which are read as from a spec."""
+        problems: list[Problem] = []
+        part: Any = structure(self.plugin, dict(self.options), (), Marks("suite"), problems)
+        assert not problems, f"{self.plugin.name}: the options {self.options} do not read: {problems[0]}"
+        return part
+
+    @property
     def chosen(self) -> dict[str, Any]:
         """The choice of the plugin, as in a spec."""
         return {"use": self.plugin.name, **self.options}
 
     def layer_case(self, **settings: Any) -> LayerCase:
         """Layer case with the plugin; ``parts`` given here override those of the class."""
-        parts = {**self.parts, **settings.pop("parts", {}), self.section: self.chosen}
+        parts = {**self.parts, **settings.pop("parts", {}), **kind_of(self.plugin).spec(self.chosen)}
         return LayerCase(parts=parts, plugins=(self.plugin,), **settings)
 
     def offers(self, **settings: Any) -> Offers:
         """The plugin's offers in such a layer case."""
         assembly = self.layer_case(**settings).assemble()
-        offered: Offers = getattr(assembly.parts, self.section).offers(assembly.site.at(0))
+        offered: Offers = getattr(assembly.parts, kind_of(self.plugin).key).offers(assembly.site.at(0))
         return offered
 
     def promised(self, fact: str, **settings: Any) -> Any:

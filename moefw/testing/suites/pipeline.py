@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 import pytest
 from attrs import frozen
 
-from moefw.compose.spec.source import Marks
-from moefw.compose.spec.structure import structure
 from moefw.core.errors import ContractError, Problem
 from moefw.core.records import Action
 from moefw.runtime.pipeline.timeline import timeline
@@ -172,10 +170,8 @@ class PipelineSuite(Suite):
 
     def _cases(self, ranks: Sequence[int] = ()) -> list[_Case]:
         """Numbers to try, with a declaration whose options are read as from a spec."""
-        problems: list[Problem] = []
-        read = structure(self.plugin, dict(self.options), (), Marks("suite"), problems)
-        assert not problems, f"{self.plugin.name}: the options {self.options} do not read: {problems[0]}"
-        return [_Case(read, each, count) for each in ranks or self.ranks for count in self.micro_batches]
+        schedule = self.part
+        return [_Case(schedule, each, count) for each in ranks or self.ranks for count in self.micro_batches]
 
     def _accepted(self) -> list[_Case]:
         """Cases that ``check_batches`` accepts, of which there must be one."""

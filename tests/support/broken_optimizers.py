@@ -1,0 +1,158 @@
+"""A plain optimizer that keeps its contract, and optimizers that break it in one way each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+import moefw
+from moefw.core.plugin import OPTIMIZER, OptimizerPlugin
+from moefw.core.site import Site
+
+
+class Momentum(torch.optim.Optimizer):
+    """Follows a running sum of gradients."""
+
+    key: ClassVar[str] = "momentum"
+    beta: ClassVar[float] = 0.9
+
+    def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.first_lr = lr
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, group["lr"], self.state[parameter])
+
+    def begin(self, parameter: Tensor) -> Tensor:
+        return torch.zeros_like(parameter)
+
+    def update(self, parameter: Tensor, lr: float, state: dict[str, Tensor]) -> None:
+        if self.key not in state:
+            state[self.key] = self.begin(parameter)
+        state[self.key].mul_(self.beta).add_(parameter.grad)
+        parameter.add_(state[self.key], alpha=-lr)
+
+
+@frozen
+class Sound(OptimizerPlugin):
+    """Right in every way. Those below change it."""
+
+    name: ClassVar[str] = "sound"
+    built: ClassVar[type[Momentum]] = Momentum
+
+    def offers(self, site: Site) -> moefw.Offers:
+        return moefw.offers(region=((OPTIMIZER, "offload"),))
+
+    def states(self) -> Sequence[str]:
+        return ("momentum",)
+
+    def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
+        return self.built(list(parameters.values()), lr)
+
+
+@frozen
+class LeavesOutNorms(Sound):
+    name: ClassVar[str] = "leaves-out-norms"
+
+    def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
+        return self.built([each for name, each in parameters.items() if "norm" not in name], lr)
+
+
+@frozen
+class GoesUp(Sound):
+    name: ClassVar[str] = "goes-up"
+
+    class built(Momentum):  # noqa: N801
+        def update(self, parameter: Tensor, lr: float, state: dict[str, Tensor]) -> None:
+            super().update(parameter, -lr, state)
+
+
+@frozen
+class KeepsItsRate(Sound):
+    name: ClassVar[str] = "keeps-its-rate"
+
+    class built(Momentum):  # noqa: N801
+        def update(self, parameter: Tensor, lr: float, state: dict[str, Tensor]) -> None:
+            super().update(parameter, self.first_lr, state)
+
+
+@frozen
+class NeedsEveryGradient(Sound):
+    name: ClassVar[str] = "needs-every-gradient"
+
+    class built(Momentum):  # noqa: N801
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.update(parameter, group["lr"], self.state[parameter])
+
+
+@frozen
+class DrawsNoise(Sound):
+    name: ClassVar[str] = "draws-noise"
+
+    class built(Momentum):  # noqa: N801
+        def update(self, parameter: Tensor, lr: float, state: dict[str, Tensor]) -> None:
+            super().update(parameter, lr, state)
+            parameter.add_(torch.randn_like(parameter), alpha=lr)
+
+
+@frozen
+class NamesAnotherState(Sound):
+    name: ClassVar[str] = "names-another-state"
+
+    def states(self) -> Sequence[str]:
+        return ("velocity",)
+
+
+@frozen
+class KeepsBF16(Sound):
+    name: ClassVar[str] = "keeps-bf16"
+
+    class built(Momentum):  # noqa: N801
+        def begin(self, parameter: Tensor) -> Tensor:
+            return torch.zeros_like(parameter, dtype=torch.bfloat16)
+
+
+@frozen
+class CountsForItself(Sound):
+    """Its beta depends on a count that no checkpoint holds."""
+
+    name: ClassVar[str] = "counts-for-itself"
+
+    class built(Momentum):  # noqa: N801
+        count = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.count += 1
+            self.beta = 1 - 1 / (1 + self.count)  # type: ignore[misc]
+            super().step()
+
+
+@frozen
+class ScalesByTheNorm(Sound):
+    """Its update looks at the whole parameter, and says that rows may be updated alone."""
+
+    name: ClassVar[str] = "scales-by-the-norm"
+
+    class built(Momentum):  # noqa: N801
+        def update(self, parameter: Tensor, lr: float, state: dict[str, Tensor]) -> None:
+            super().update(parameter, lr / float(parameter.grad.norm()), state)
+
+
+@frozen
+class BeginsAtTheGradient(Sound):
+    name: ClassVar[str] = "begins-at-the-gradient"
+
+    class built(Momentum):  # noqa: N801
+        def begin(self, parameter: Tensor) -> Tensor:
+            return parameter.grad.clone()
