@@ -10,6 +10,7 @@ import test_context_parallel_suite
 import test_gemm_suite
 import test_layout_suite
 import test_memory_suite
+import test_optimizer_memory_suite
 import test_pipeline_suite
 import test_precision_suite
 import test_router_suite
@@ -24,6 +25,7 @@ from moefw.testing import (
     GemmSuite,
     LayoutSuite,
     MemorySuite,
+    OptimizerMemorySuite,
     PipelineSuite,
     PrecisionSuite,
     RouterSuite,
@@ -48,6 +50,7 @@ CHECKS: list[tuple[type[Suite], Collection[str]]] = [
     (GemmSuite, [check for _, check, _ in test_gemm_suite.BROKEN]),
     (LayoutSuite, [check for _, check, _ in test_layout_suite.BROKEN]),
     (MemorySuite, [check for _, check, _ in test_memory_suite.BROKEN]),
+    (OptimizerMemorySuite, [check for _, check, _ in test_optimizer_memory_suite.BROKEN]),
     (PipelineSuite, [check for _, check, _ in test_pipeline_suite.BROKEN]),
     (PrecisionSuite, [check for _, check, _ in test_precision_suite.BROKEN]),
     (RouterSuite, [check for _, check, _ in test_router_suite.BROKEN]),

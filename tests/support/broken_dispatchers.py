@@ -307,13 +307,6 @@ class CountsDroppedChoices(Wrapper):
         return super().plan(Routing(expert_ids_TK=ids_TK, weights_TK=routing.weights_TK), **given)
 
 
-@breaks("counts_e is", "counts_offsets_and_host_counts_are_those_of_the_routing")
-class DropsChoicesOfWeightZero(Wrapper):
-    def plan(self, routing, **given):
-        ids_TK = routing.expert_ids_TK.masked_fill(routing.weights_TK == 0, -1)
-        return super().plan(Routing(expert_ids_TK=ids_TK, weights_TK=routing.weights_TK), **given)
-
-
 @breaks("groups end where", "groups_are_padded_to_the_capacity_of_all_source_ranks")
 class IgnoresTheCapacity(Wrapper):
     def plan(self, routing, **given):

@@ -35,12 +35,6 @@ class HasTooFewLists(Sound):
 
 
 @frozen
-class ForgetsABackward(Sound):
-    def changed(self, order: Lists) -> Lists:
-        return [order[0][:-2], *order[1:]]
-
-
-@frozen
 class RunsTwice(Sound):
     def changed(self, order: Lists) -> Lists:
         return [[actions[0], *actions] for actions in order]
@@ -77,21 +71,9 @@ class CountsRanksFromOne(Sound):
 
 
 @frozen
-class WeightsFirst(Sound):
-    def changed(self, order: Lists) -> Lists:
-        return [sorted(actions, key=lambda one: "FWI".index(one.kind)) for actions in order]
-
-
-@frozen
 class ForgetsWeights(Sound):
     def changed(self, order: Lists) -> Lists:
         return [[one for one in actions if one.kind != "W"] for actions in order]
-
-
-@frozen
-class WholeAndInParts(Sound):
-    def changed(self, order: Lists) -> Lists:
-        return [[moefw.Action("B", 0, one.micro_batch) if one.kind == "I" else one for one in order[0]], *order[1:]]
 
 
 @frozen
