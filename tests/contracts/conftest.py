@@ -21,12 +21,12 @@ def must_catch(
     Examples are not shrunk and are the same every time, so the result is deterministic.
     """
 
-    def expect(suite: type[Suite], plugin: Any, check: str, says: str, **attributes: Any) -> None:
+    def expect(suite: type[Suite], plugin: Any, check: str, says: str, *arguments: Any, **attributes: Any) -> None:
         on_layer_case: Any = type("OnLayerCase", (suite,), {"plugin": plugin, **attributes})()
         on_layer_case.pool, on_layer_case.profile = moefw_pool, moefw_profile
         (name,) = [name for name in dir(on_layer_case) if name.startswith(f"test_{check}")]
         with pytest.raises(AssertionError) as caught:
-            getattr(on_layer_case, name)()
+            getattr(on_layer_case, name)(*arguments)
         assert says in str(caught.value)
         assert str(caught.value).startswith(plugin.name)
 

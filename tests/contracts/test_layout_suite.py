@@ -41,11 +41,9 @@ SIZES = st.sampled_from([1, 1, 2, 3, 4])
 SHARDS = st.sampled_from([1, 1, 2, 3, "all"])
 
 
-@pytest.mark.parametrize(("plugin", "check", "says"), BROKEN, ids=[f"{case[0].name}: {case[1]}" for case in BROKEN])
-def test_what_is_broken_is_caught_and_named(
-    must_catch: Callable[..., None], plugin: Any, check: str, says: str
-) -> None:
-    must_catch(LayoutSuite, plugin, check, says, **LAYOUTS)
+@pytest.mark.parametrize(("made", "check", "says"), BROKEN, ids=[f"{case[0].__name__}: {case[1]}" for case in BROKEN])
+def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], made: Any, check: str, says: str) -> None:
+    must_catch(LayoutSuite, layouts.PLUGINS[made], check, says, **LAYOUTS)
 
 
 class TestFolded(LayoutSuite):

@@ -17,6 +17,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (policies.RunsTwice, "a_region_runs_once", "runs a region 2 times in forward"),
     (policies.RunsTwiceInBackward, "a_region_runs_once", "2 times more in backward"),
     (policies.KeepsGradientsInHalf, "no_bit_changes", "other bits in the gradient of"),
+    (policies.KeepsNestedGradientsInHalf, "all_regions", "other bits in the gradient of"),
+    (policies.RecordsInEvaluation, "no_gradient_is_wanted", "changes what a region gives under no_grad"),
     (policies.SavesInHalf, "two_micro_batches_in_flight", "other bits in the gradient of"),
     (
         policies.SavesLargeTensorsInHalf,

@@ -11,6 +11,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 import moefw
+from declared import declarations
 from moefw.core.contracts import Attention, CachedAttention
 from moefw.core.site import Site
 from moefw.core.stages import Batch
@@ -113,11 +114,6 @@ class CountsPlacesItself(PlainAttention):
         return super().tables(replace(batch, places_S=None))
 
 
-class ExchangesNothing(PlainAttention):
-    def kernel_of(self, context: moefw.BuildContext) -> Any:
-        return lambda q, k, v, mask: attend(q, k, v, Mask())[0] if mask.documents_BS is None else context.core(attend)
-
-
 class SaysNotWhoSharesABatch(PlainAttention):
     def mask(self, batch: Batch) -> Mask:
         return Mask(documents_BS=batch.documents_BS)
@@ -158,16 +154,6 @@ class AddsTheBiasOnEveryRank(PlainAttention):
     def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
         bias: Any = self.o_proj.bias
         return super().forward(x_tD, tables, batch) + bias * (self.tp.size - 1)
-
-
-class ForgetsToGather(PlainAttention):
-    """A rank of tp sees only its own tokens' values."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        keep = torch.zeros(v.shape[:2])
-        part = self.tp.shard(0)
-        (keep.view(-1) if part is None else part.of(keep.view(-1))).fill_(1.0)
-        return super().attend(q, k, v * keep.unsqueeze(-1).unsqueeze(-1), batch)
 
 
 class FailsAlone(PlainAttention):
@@ -231,16 +217,5 @@ class ExtendsInForward(KeepsThePast):
         return self.extend(x_tD, tables, batch, None)[0]
 
 
-def declaration_of(made: type[PlainAttention]) -> type[PlainPlugin]:
-    """Return a plugin that builds ``made``. Ranks find it in this module."""
-    body = {"made": made, "name": made.__name__.lower(), "__module__": __name__, "__doc__": PlainPlugin.__doc__}
-    declared: type[PlainPlugin] = frozen(type(f"{made.__name__}Plugin", (PlainPlugin,), body))
-    globals()[declared.__name__] = declared
-    return declared
-
-
-PLUGINS = {
-    made: declaration_of(made)
-    for made in (PlainAttention, *PlainAttention.__subclasses__(), *KeepsThePast.__subclasses__())
-}
+PLUGINS = declarations(PlainPlugin, PlainAttention)
 """The plugin of each."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moefw
+from declared import declarations
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.communication.gather import gather
 from moefw.runtime.communication.movement import finish
@@ -58,12 +59,6 @@ class SeesItsOwnKeysAlone(Gathering):
         return out
 
 
-class ForgetsTheOrder(Gathering):
-    def whole(self, own: Tensor, lengths: Any) -> Tensor:
-        (by_rank,) = finish(gather([own.movedim(2, 0)], self.cut.group))
-        return by_rank.movedim(0, 2)
-
-
 class LosesGradientsOfOthers(Gathering):
     def whole(self, own: Tensor, lengths: Any) -> Tensor:
         whole = super().whole(own.detach(), lengths)
@@ -96,13 +91,5 @@ class GatheringPlugin(moefw.ContextParallelPlugin):
         return self.made(context)
 
 
-def declaration_of(made: type[Gathering]) -> type[GatheringPlugin]:
-    """Return a plugin that builds ``made``. Ranks find it in this module."""
-    body = {"made": made, "name": made.__name__.lower(), "__module__": __name__, "__doc__": GatheringPlugin.__doc__}
-    declared: type[GatheringPlugin] = frozen(type(f"{made.__name__}Plugin", (GatheringPlugin,), body))
-    globals()[declared.__name__] = declared
-    return declared
-
-
-PLUGINS = {made: declaration_of(made) for made in (Gathering, *Gathering.__subclasses__())}
+PLUGINS = declarations(GatheringPlugin, Gathering)
 """The plugin of each."""

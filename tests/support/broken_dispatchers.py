@@ -115,17 +115,9 @@ class ScaledGradient(torch.autograd.Function):
         return grad * ctx.factor(grad), None
 
 
-@breaks("came in the order", "rows_come_in_order_of_expert_source_rank_and_token", worlds=(4,))
-class TurnsRowsRoundBetweenEmptyRanks(Arriving):
-    def plan(self, routing, **given):
-        self.turns = self.experts.rank == 0 and not len(routing.expert_ids_TK)
-        return super().plan(routing, **given)
-
-    def arrived(self, batch):
-        if not self.turns:
-            return batch
-        groups = batch.rows_RD.split(batch.counts_e.tolist())
-        return changed(batch, rows_RD=torch.cat([rows_RD.flip(0) for rows_RD in groups]))
+@breaks("importing broken_dispatchers imports torch", "the_declaration_imports_no_torch")
+class IsDeclaredBesideItsRuntime(Wrapper):
+    pass
 
 
 # State.
@@ -138,15 +130,6 @@ class KeepsAPlan(Wrapper):
     def plan(self, routing, **given):
         self.last = super().plan(routing, **given)
         return self.last
-
-
-@breaks("keeps state between calls: KeepsOnItsClass.calls", "nothing_on_the_dispatcher_changes_between_calls")
-class KeepsOnItsClass(Wrapper):
-    calls = 0
-
-    def plan(self, routing, **given):
-        type(self).calls += 1
-        return super().plan(routing, **given)
 
 
 CACHE: dict[int, Tensor] = {}
@@ -194,19 +177,6 @@ class BackwardKnowsTheLastForward(Returning):
     def returned(self, out_TD, pending):
         self.last = pending
         return ScaledGradient.apply(out_TD, lambda grad: 1.0 if self.last is pending else 2.0)
-
-
-@breaks("already used", "a_handle_and_a_plan_can_be_used_again")
-class HandlesWorkOnce(Wrapper):
-    def __init__(self, *given) -> None:
-        super().__init__(*given)
-        self.used: list[Any] = []
-
-    def start_combine(self, rows_RD, handle):
-        if handle in self.used:
-            raise RuntimeError("this handle was already used")
-        self.used.append(handle)
-        return super().start_combine(rows_RD, handle)
 
 
 @breaks("combine after a later movement", "a_handle_and_a_plan_can_be_used_again")
@@ -337,13 +307,6 @@ class CountsDroppedChoices(Wrapper):
         return super().plan(Routing(expert_ids_TK=ids_TK, weights_TK=routing.weights_TK), **given)
 
 
-@breaks("counts_e is", "counts_offsets_and_host_counts_are_those_of_the_routing")
-class DropsChoicesOfWeightZero(Wrapper):
-    def plan(self, routing, **given):
-        ids_TK = routing.expert_ids_TK.masked_fill(routing.weights_TK == 0, -1)
-        return super().plan(Routing(expert_ids_TK=ids_TK, weights_TK=routing.weights_TK), **given)
-
-
 @breaks("groups end where", "groups_are_padded_to_the_capacity_of_all_source_ranks")
 class IgnoresTheCapacity(Wrapper):
     def plan(self, routing, **given):
@@ -366,24 +329,10 @@ class Averages(Returning):
         return out_TD / 2
 
 
-@breaks("not the sum of its experts' rows", "combine_of_dispatch_is_the_sum_of_what_the_experts_give", worlds=(2,))
-class CountsATokenTwiceWhereExpertsAreInParts(Returning):
+@breaks("does not come back", "combine_of_dispatch_gives_each_token_once_for_every_kept_choice")
+class ReturnsTokensTwice(Returning):
     def returned(self, out_TD, pending):
-        return out_TD * self.experts.etp
-
-
-@breaks("carries the weight", "each_row_carries_the_weight_of_its_choice")
-class WrongWhereAnExpertGetsNothing(Arriving):
-    def arrived(self, batch):
-        factor = 0.5 if len(batch.rows_RD) > 3 and batch.counts_e[-1] == 0 else 1.0
-        return changed(batch, row_weights_R=batch.row_weights_R * factor)
-
-
-@breaks("top-1", "combine_of_dispatch_is_the_sum_of_what_the_experts_give")
-class WrongForTopOne(Wrapper):
-    def finish_combine(self, pending):
-        out_TD = super().finish_combine(pending)
-        return out_TD * 1.01 if pending.detail.slots.rows.row_TK.shape[1] == 1 else out_TD
+        return out_TD * 2
 
 
 @breaks("raises", "combine_of_dispatch_is_the_sum_of_what_the_experts_give")
@@ -391,12 +340,6 @@ class FailsWithoutTokens(Wrapper):
     def start_dispatch(self, x_TD, weights_TK, plan):
         weights_TK.max()
         return super().start_dispatch(x_TD, weights_TK, plan)
-
-
-@breaks("not the sum of its experts' rows", "combine_of_dispatch_is_the_sum_of_what_the_experts_give")
-class WrongWhereTokensAreMany(Returning):
-    def returned(self, out_TD, pending):
-        return torch.cat([out_TD[:32], out_TD[32:] * 0]) if len(out_TD) > 32 else out_TD
 
 
 @breaks("bf16", "combine_of_dispatch_is_the_sum_of_what_the_experts_give")

@@ -9,70 +9,51 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 import moefw
+from declared import NamedAfterItsClass, declarations
 from moefw.core.records import Side
 from moefw.plugins.parallel.folded import Folded
 from moefw.runtime.parallel.meshes import Mesh, MeshPlan
 from moefw.runtime.parallel.opened_layout import OpenedLayout
 
 
+class PlainPlan(MeshPlan):
+    """Right in every way."""
+
+
 @frozen(kw_only=True)
-class _Layout(Folded):
+class _Layout(NamedAfterItsClass, Folded):
     """The built-in layout with another plan."""
 
-    kind: ClassVar[type[MeshPlan]] = MeshPlan
+    made: ClassVar[type[MeshPlan]] = PlainPlan
 
     def plan(self, world: int | None) -> MeshPlan:
         plan = super().plan(world)
-        return self.kind(dense=plan.dense, experts=plan.experts, shards=plan.shards)
+        return self.made(dense=plan.dense, experts=plan.experts, shards=plan.shards)
 
 
-class _OverlappingPlan(MeshPlan):
+class Overlapping(PlainPlan):
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         group = super().group(rank, axes)
         return tuple(sorted((rank + step) % self.world for step in range(len(group))))
 
 
-@frozen(kw_only=True)
-class Overlapping(_Layout):
-    name: ClassVar[str] = "overlapping"
-    kind = _OverlappingPlan
-
-
-class _BackwardsPlan(MeshPlan):
+class Backwards(PlainPlan):
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         return super().group(rank, axes)[::-1]
 
 
-@frozen(kw_only=True)
-class Backwards(_Layout):
-    name: ClassVar[str] = "backwards"
-    kind = _BackwardsPlan
-
-
-class _MiscountedPlan(MeshPlan):
+class Miscounted(PlainPlan):
     @property
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, "edp": super().sizes["dp"]}
 
 
-@frozen(kw_only=True)
-class Miscounted(_Layout):
-    name: ClassVar[str] = "miscounted"
-    kind = _MiscountedPlan
-
-
-class _CrowdedPlan(MeshPlan):
+class Crowded(PlainPlan):
     def coordinates(self, rank: int) -> Mapping[str, int]:
         return {**super().coordinates(rank), "ep": 0}
 
 
-@frozen(kw_only=True)
-class Crowded(_Layout):
-    name: ClassVar[str] = "crowded"
-    kind = _CrowdedPlan
-
-
-class _TransposedPlan(MeshPlan):
+class Transposed(PlainPlan):
     """Coordinates as if ep were innermost, groups as if etp were innermost."""
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
@@ -83,15 +64,7 @@ class _TransposedPlan(MeshPlan):
 
 
 @frozen(kw_only=True)
-class Transposed(_Layout):
-    name: ClassVar[str] = "transposed"
-    kind = _TransposedPlan
-
-
-@frozen(kw_only=True)
 class Curt(_Layout):
-    name: ClassVar[str] = "curt"
-
     def plan(self, world: int | None) -> MeshPlan:
         try:
             return super().plan(world)
@@ -103,14 +76,12 @@ class Curt(_Layout):
 class Wasteful(_Layout):
     """Arranges a part of a world that does not fit."""
 
-    name: ClassVar[str] = "wasteful"
-
     def plan(self, world: int | None) -> MeshPlan:
         smallest = super().plan(None).world
         return super().plan(None if world is None else max(1, world // smallest) * smallest)
 
 
-class _SlowPlan(MeshPlan):
+class Slow(PlainPlan):
     def coordinates(self, rank: int) -> Mapping[str, int]:
         until = time.process_time() + 5e-4
         while time.process_time() < until:
@@ -119,16 +90,8 @@ class _SlowPlan(MeshPlan):
 
 
 @frozen(kw_only=True)
-class Slow(_Layout):
-    name: ClassVar[str] = "slow"
-    kind = _SlowPlan
-
-
-@frozen(kw_only=True)
 class Scattered(_Layout):
     """The parts of an expert are far from each other: etp outside ep."""
-
-    name: ClassVar[str] = "scattered"
 
     def plan(self, world: int | None) -> MeshPlan:
         plan = super().plan(world)
@@ -136,64 +99,34 @@ class Scattered(_Layout):
         return MeshPlan(dense=plan.dense, experts=Mesh(places), shards=plan.shards)
 
 
-class _UnevenPlan(MeshPlan):
+class Uneven(PlainPlan):
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         first, *others = (one for row in super().copies(rank, side) for one in row)
         return ((first,), tuple(others)) if len(others) != 1 else ((first, *others),)
 
 
-@frozen(kw_only=True)
-class Uneven(_Layout):
-    name: ClassVar[str] = "uneven"
-    kind = _UnevenPlan
-
-
-class _ForgetfulPlan(MeshPlan):
+class Forgetful(PlainPlan):
     """Plan as if only this rank's row held its parameters."""
 
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         return tuple(row for row in super().copies(rank, side) if rank in row)
 
 
-@frozen(kw_only=True)
-class Forgetful(_Layout):
-    name: ClassVar[str] = "forgetful"
-    kind = _ForgetfulPlan
-
-
-class _SelfishPlan(MeshPlan):
+class Selfish(PlainPlan):
     """Plan in which every rank's own row comes first."""
 
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         return tuple(sorted(super().copies(rank, side), key=lambda row: rank not in row))
 
 
-@frozen(kw_only=True)
-class Selfish(_Layout):
-    name: ClassVar[str] = "selfish"
-    kind = _SelfishPlan
-
-
-class _BackwardRowsPlan(MeshPlan):
+class BackwardRows(PlainPlan):
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         return tuple(row[::-1] for row in super().copies(rank, side))
 
 
-@frozen(kw_only=True)
-class BackwardRows(_Layout):
-    name: ClassVar[str] = "backward-rows"
-    kind = _BackwardRowsPlan
-
-
-class _BackwardCopiesPlan(MeshPlan):
+class BackwardCopies(PlainPlan):
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         return super().copies(rank, side)[::-1]
-
-
-@frozen(kw_only=True)
-class BackwardCopies(_Layout):
-    name: ClassVar[str] = "backward-copies"
-    kind = _BackwardCopiesPlan
 
 
 class _WastefulLayout(OpenedLayout):
@@ -204,8 +137,6 @@ class _WastefulLayout(OpenedLayout):
 
 @frozen(kw_only=True)
 class OpensAgain(_Layout):
-    name: ClassVar[str] = "opens-again"
-
     def build(self, plan: moefw.LayoutPlan, device: str) -> moefw.Layout:
         return _WastefulLayout(plan, device, self.ranks_per_node)
 
@@ -217,17 +148,17 @@ class _StrangeLayout(OpenedLayout):
 
 @frozen(kw_only=True)
 class OpensOthers(_Layout):
-    name: ClassVar[str] = "opens-others"
-
     def build(self, plan: moefw.LayoutPlan, device: str) -> moefw.Layout:
         return _StrangeLayout(plan, device, self.ranks_per_node)
 
 
 @frozen(kw_only=True)
 class HasNoNodes(_Layout):
-    name: ClassVar[str] = "has-no-nodes"
-
     def build(self, plan: moefw.LayoutPlan, device: str) -> moefw.Layout:
         layout = OpenedLayout(plan, device)
         layout.ranks_per_node = 0
         return layout
+
+
+PLUGINS = {layout: layout for layout in _Layout.__subclasses__()} | declarations(_Layout, PlainPlan)
+"""The plugin of each layout, and of each plan."""

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moefw
+from declared import NamedAfterItsClass
 from moefw.core.plugin import MemoryPolicyPlugin
 from moefw.core.stages import Routing
 from moefw.runtime.layer import MoELayer
 
 
 @frozen
-class _Policy(MemoryPolicyPlugin, moefw.MemoryPolicy):
+class _Policy(NamedAfterItsClass, MemoryPolicyPlugin, moefw.MemoryPolicy):
     """A plugin that is its own runtime part."""
 
     mechanism: ClassVar[str] = "recompute"
@@ -36,8 +37,6 @@ class _Policy(MemoryPolicyPlugin, moefw.MemoryPolicy):
 
 @frozen
 class RunsTwice(_Policy):
-    name: ClassVar[str] = "runs-twice"
-
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             function(*args, **kwargs)
@@ -46,8 +45,6 @@ class RunsTwice(_Policy):
 
 @frozen
 class RunsTwiceInBackward(_Policy):
-    name: ClassVar[str] = "runs-twice-in-backward"
-
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         runs = []
 
@@ -73,8 +70,6 @@ class _Halve(torch.autograd.Function):
 
 @frozen
 class KeepsGradientsInHalf(_Policy):
-    name: ClassVar[str] = "keeps-gradients-in-half"
-
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return super().run(region, function, *map(_halved, args), **kwargs)
 
@@ -84,10 +79,28 @@ def _halved(value: Any) -> Any:
 
 
 @frozen
+class KeepsNestedGradientsInHalf(_Policy):
+    entered: ClassVar[list[str]] = []
+
+    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args = tuple(map(_halved, args)) if self.entered else args
+        self.entered.append(region)
+        try:
+            return super().run(region, function, *args, **kwargs)
+        finally:
+            self.entered.pop()
+
+
+@frozen
+class RecordsInEvaluation(_Policy):
+    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return function(*args, **kwargs)
+
+
+@frozen
 class LosesStructures(_Policy):
     """Detaches tensors inside a structure, as a reentrant checkpoint does."""
-
-    name: ClassVar[str] = "loses-structures"
 
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args = tuple(value if isinstance(value, Tensor) else _detached(value) for value in args)
@@ -100,8 +113,6 @@ def _detached(value: Any) -> Any:
 
 @frozen
 class ForgetsKeywords(_Policy):
-    name: ClassVar[str] = "forgets-keywords"
-
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args)
 
@@ -116,8 +127,6 @@ class _Rounded(torch.autograd.graph.saved_tensors_hooks):
 
 @frozen
 class SavesInHalf(_Policy):
-    name: ClassVar[str] = "saves-in-half"
-
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _Rounded():
             return function(*args, **kwargs)
@@ -127,20 +136,16 @@ class SavesInHalf(_Policy):
 class Half(SavesInHalf):
     """Correct: it says what it loses."""
 
-    name: ClassVar[str] = "half"
     rtol: ClassVar[float] = 0.02
 
 
 @frozen
 class LosesMoreThanItSays(Half):
-    name: ClassVar[str] = "loses-more-than-it-says"
     rtol: ClassVar[float] = 1e-5
 
 
 @frozen
 class LosesInForward(Half):
-    name: ClassVar[str] = "loses-in-forward"
-
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
         return out + 1e-3 * out.detach() if isinstance(out, Tensor) else out
@@ -152,8 +157,6 @@ def _half_if_large(tensor: Tensor) -> Tensor:
 
 @frozen
 class SavesLargeTensorsInHalf(_Policy):
-    name: ClassVar[str] = "saves-large-tensors-in-half"
-
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(_half_if_large, lambda saved: saved.float()):
             return function(*args, **kwargs)
@@ -161,8 +164,6 @@ class SavesLargeTensorsInHalf(_Policy):
 
 @frozen
 class NeedsElements(_Policy):
-    name: ClassVar[str] = "needs-elements"
-
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def pack(tensor: Tensor) -> tuple[Tensor, Tensor]:
             return tensor, tensor.max()
@@ -176,8 +177,6 @@ _LATEST: dict[str, Callable[..., Any]] = {}
 
 @frozen
 class KeepsOneFunction(_Policy):
-    name: ClassVar[str] = "keeps-one-function"
-
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
         _LATEST[region] = function
         return lambda *args, **kwargs: self.run(region, _LATEST[region], *args, **kwargs)
@@ -186,8 +185,6 @@ class KeepsOneFunction(_Policy):
 @frozen
 class AttachesAgain(_Policy):
     """Lets gradients flow through the first forward as well as the second."""
-
-    name: ClassVar[str] = "attaches-again"
 
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         first = function(*args, **kwargs)
@@ -206,8 +203,6 @@ class AttachesAgain(_Policy):
 
 @frozen
 class AcceptsAnything(_Policy):
-    name: ClassVar[str] = "accepts-anything"
-
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         return ()
 
@@ -215,8 +210,6 @@ class AcceptsAnything(_Policy):
 @frozen
 class PlansAgain(_Policy):
     """Exchanges metadata once more with each run of a router, like a region that extends too far."""
-
-    name: ClassVar[str] = "plans-again"
 
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = super().run(region, function, *args, **kwargs)

@@ -22,17 +22,6 @@ class LosesTheGradientOfWeights(Wrapper):
         return super().start_dispatch(x_TD, weights_TK.detach(), plan)
 
 
-@breaks("the gradient of token", "gradients_of_tokens_and_weights_are_the_true_ones", worlds=(2,))
-class LosesGradientsOfOtherRanks(Arriving):
-    def arrived(self, batch):
-        half = len(batch.rows_RD) // 2
-
-        def factor(grad):
-            return (torch.arange(len(grad)) < half).to(grad.dtype).unsqueeze(1)
-
-        return changed(batch, rows_RD=ScaledGradient.apply(batch.rows_RD, factor))
-
-
 @breaks(
     "is wrong: the rows that stay on the rank are missing",
     "gradients_of_tokens_and_weights_are_the_true_ones",
@@ -71,12 +60,6 @@ class WrongInEvaluation(Returning):
         return out_TD if torch.is_grad_enabled() else out_TD * 2
 
 
-@breaks("the rows of two equal calls: the order differs", "without_gradients_nothing_is_saved_and_nothing_changes")
-class TurnsRowsRoundInEvaluation(Arriving):
-    def arrived(self, batch):
-        return batch if torch.is_grad_enabled() else changed(batch, rows_RD=batch.rows_RD.flip(0))
-
-
 @breaks("float32, not bf16", "rows_of_keys_are_redispatched_bit_for_bit", offers={"row_keys": True})
 class RedispatchesInFp32(Wrapper):
     def start_redispatch(self, x_TD, weights_TK, handle):
@@ -102,20 +85,6 @@ class ReadsMemoryInARow(Wrapper):
 
 
 # The wire.
-
-
-@breaks("do not make the same collectives", "every_rank_makes_the_same_collectives", worlds=(2,))
-class AnotherOrderOnOneRank(Wrapper):
-    def plan(self, routing, **given):
-        group = self.experts.group
-        if group is None:
-            return super().plan(routing, **given)
-        if self.experts.rank == 1:
-            dist.all_reduce(torch.zeros(1), group=group)
-            return super().plan(routing, **given)
-        plan = super().plan(routing, **given)
-        dist.all_reduce(torch.zeros(1), group=group)
-        return plan
 
 
 @breaks("do not make the same collectives", "every_rank_makes_the_same_collectives", worlds=(2,))
@@ -313,40 +282,6 @@ class DrawsRandomNumbers(Wrapper):
 class MendsNaN(Wrapper):
     def start_dispatch(self, x_TD, weights_TK, plan):
         return super().start_dispatch(x_TD.nan_to_num(), weights_TK, plan)
-
-
-@breaks("counts_e is", "counts_offsets_and_host_counts_are_those_of_the_routing")
-class TakesZeroRowsForPadding(Arriving):
-    def arrived(self, batch):
-        start, counts = 0, []
-        for count, end in zip(batch.counts_e.tolist(), batch.offsets_e.tolist(), strict=True):
-            counts.append(int((batch.rows_RD[start : start + count] != 0).any(1).sum()))
-            start = end
-        return changed(batch, counts_e=torch.tensor(counts, dtype=torch.int32))
-
-
-@breaks("when another movement is in flight", "two_movements_in_flight_do_not_disturb_each_other")
-class ReturnsItsOwnBuffer(Returning):
-    def __init__(self, *given) -> None:
-        super().__init__(*given)
-        self.buffer = torch.empty(0)
-
-    def returned(self, out_TD, pending):
-        if self.buffer.shape[1:] != out_TD.shape[1:] or len(self.buffer) < len(out_TD):
-            self.buffer = torch.empty(64, *out_TD.shape[1:], dtype=out_TD.dtype)
-        place = self.buffer[: len(out_TD)]
-        place.copy_(out_TD.detach())
-        return _As.apply(out_TD, place)
-
-
-class _As(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, out_TD, place):
-        return place.data
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 class RealRanks(Wrapper):

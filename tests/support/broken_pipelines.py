@@ -10,16 +10,15 @@ import torch.distributed as dist
 from attrs import frozen
 
 import moefw
+from declared import NamedAfterItsClass
 from moefw.core.plugin import PipelinePlugin
 
 Lists = list[list[moefw.Action]]
 
 
 @frozen
-class Sound(PipelinePlugin):
+class Sound(NamedAfterItsClass, PipelinePlugin):
     """All forwards, then all backwards, in parts: right in every way. Those below change it."""
-
-    name: ClassVar[str] = "sound"
 
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
         kinds = [(kind, number) for kinds in ("F", "IW") for number in range(micro_batches) for kind in kinds]
@@ -31,97 +30,55 @@ class Sound(PipelinePlugin):
 
 @frozen
 class HasTooFewLists(Sound):
-    name: ClassVar[str] = "has-too-few-lists"
-
     def changed(self, order: Lists) -> Lists:
         return order[:1]
 
 
 @frozen
-class ForgetsABackward(Sound):
-    name: ClassVar[str] = "forgets-a-backward"
-
-    def changed(self, order: Lists) -> Lists:
-        return [order[0][:-2], *order[1:]]
-
-
-@frozen
 class RunsTwice(Sound):
-    name: ClassVar[str] = "runs-twice"
-
     def changed(self, order: Lists) -> Lists:
         return [[actions[0], *actions] for actions in order]
 
 
 @frozen
 class MixesUpRanks(Sound):
-    name: ClassVar[str] = "mixes-up-ranks"
-
     def changed(self, order: Lists) -> Lists:
         return order[::-1]
 
 
 @frozen
 class RunsAMicroBatchTooMany(Sound):
-    name: ClassVar[str] = "runs-a-micro-batch-too-many"
-
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
         return super().order(ranks, micro_batches + 1)
 
 
 @frozen
 class RunsAStageTooMany(Sound):
-    name: ClassVar[str] = "runs-a-stage-too-many"
-
     def changed(self, order: Lists) -> Lists:
         return [[*order[0], moefw.Action("F", len(order), 0)], *order[1:]]
 
 
 @frozen
 class PutsStagesOnOneRank(Sound):
-    name: ClassVar[str] = "puts-stages-on-one-rank"
-
     def rank_of(self, stage: int, ranks: int) -> int:
         return 0
 
 
 @frozen
 class CountsRanksFromOne(Sound):
-    name: ClassVar[str] = "counts-ranks-from-one"
-
     def rank_of(self, stage: int, ranks: int) -> int:
         return stage + 1
 
 
 @frozen
-class WeightsFirst(Sound):
-    name: ClassVar[str] = "weights-first"
-
-    def changed(self, order: Lists) -> Lists:
-        return [sorted(actions, key=lambda one: "FWI".index(one.kind)) for actions in order]
-
-
-@frozen
 class ForgetsWeights(Sound):
-    name: ClassVar[str] = "forgets-weights"
-
     def changed(self, order: Lists) -> Lists:
         return [[one for one in actions if one.kind != "W"] for actions in order]
 
 
 @frozen
-class WholeAndInParts(Sound):
-    name: ClassVar[str] = "whole-and-in-parts"
-
-    def changed(self, order: Lists) -> Lists:
-        return [[moefw.Action("B", 0, one.micro_batch) if one.kind == "I" else one for one in order[0]], *order[1:]]
-
-
-@frozen
 class BackwardFirst(Sound):
     """Rank 0 waits for a backward before it sends what that depends on."""
-
-    name: ClassVar[str] = "backward-first"
 
     def changed(self, order: Lists) -> Lists:
         first = order[0]
@@ -131,7 +88,6 @@ class BackwardFirst(Sound):
 
 @frozen
 class Moody(Sound):
-    name: ClassVar[str] = "moody"
     asked: ClassVar[Iterator[bool]] = itertools.cycle([True, False, False])
 
     def changed(self, order: Lists) -> Lists:
@@ -144,8 +100,6 @@ class Moody(Sound):
 class RefusesOddNumbers(Sound):
     """Refuses what it can do."""
 
-    name: ClassVar[str] = "refuses-odd-numbers"
-
     def check_batches(self, ranks: int, micro_batches: int) -> Iterator[moefw.Problem]:
         if micro_batches % 2:
             yield moefw.Problem(f"{micro_batches} is odd.", f"Use {micro_batches + 1}.")
@@ -153,16 +107,12 @@ class RefusesOddNumbers(Sound):
 
 @frozen
 class RefusesAll(Sound):
-    name: ClassVar[str] = "refuses-all"
-
     def check_batches(self, ranks: int, micro_batches: int) -> Iterator[moefw.Problem]:
         yield moefw.Problem("no.", "Never.")
 
 
 @frozen
 class AcceptsWhatItRaisesFor(Sound):
-    name: ClassVar[str] = "accepts-what-it-raises-for"
-
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
         if micro_batches < ranks:
             raise ValueError("too few")
@@ -171,16 +121,12 @@ class AcceptsWhatItRaisesFor(Sound):
 
 @frozen
 class AcceptsWhatItLeavesOut(Sound):
-    name: ClassVar[str] = "accepts-what-it-leaves-out"
-
     def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
         return super().order(ranks, micro_batches // ranks * ranks or micro_batches)
 
 
 @frozen
 class RefusesWithoutAFix(AcceptsWhatItRaisesFor):
-    name: ClassVar[str] = "refuses-without-a-fix"
-
     def check_batches(self, ranks: int, micro_batches: int) -> Iterator[moefw.Problem]:
         if micro_batches < ranks:
             yield moefw.Problem(f"{micro_batches} are too few.")
@@ -189,8 +135,6 @@ class RefusesWithoutAFix(AcceptsWhatItRaisesFor):
 @frozen
 class AsksItsRank(Sound):
     """Every rank begins with another micro-batch, so what it awaits is not what the others send."""
-
-    name: ClassVar[str] = "asks-its-rank"
 
     def changed(self, order: Lists) -> Lists:
         first = dist.get_rank() if dist.is_initialized() else 0
@@ -201,8 +145,6 @@ class AsksItsRank(Sound):
 class SkipsWeights(Sound):
     """Leaves out the weight gradients of a micro-batch in a run."""
 
-    name: ClassVar[str] = "skips-weights"
-
     def changed(self, order: Lists) -> Lists:
         in_a_run = dist.is_initialized()
         return [[one for one in actions if one.kind != "W" or one.micro_batch or not in_a_run] for actions in order]
@@ -211,8 +153,6 @@ class SkipsWeights(Sound):
 @frozen
 class SkipsAMicroBatch(Sound):
     """Leaves out a micro-batch in a run."""
-
-    name: ClassVar[str] = "skips-a-micro-batch"
 
     def changed(self, order: Lists) -> Lists:
         in_a_run = dist.is_initialized()

@@ -9,12 +9,13 @@ from attrs import frozen
 from torch import Tensor
 
 import moefw
+from declared import NamedAfterItsClass
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.records import SavedOperand
 
 
 @frozen
-class _Recipe(PrecisionPlugin, moefw.Precision):
+class _Recipe(NamedAfterItsClass, PrecisionPlugin, moefw.Precision):
     """fp32, as a plugin that is its own runtime part."""
 
     residual_dtype: ClassVar[Any] = torch.float32
@@ -35,62 +36,41 @@ class _Recipe(PrecisionPlugin, moefw.Precision):
 
 @frozen
 class Rounds(_Recipe):
-    name: ClassVar[str] = "rounds"
-
     def made(self, x: Tensor, role: str) -> Tensor:
         return x + (x.bfloat16().float() - x).detach() if role == "weight" else x
 
 
 @frozen
 class OffersAnother(_Recipe):
-    name: ClassVar[str] = "offers-another"
-
     def made(self, x: Tensor, role: str) -> Tensor:
         return x.bfloat16()
 
 
 @frozen
 class OffersWhatNobodyTakes(_Recipe):
-    name: ClassVar[str] = "offers-what-nobody-takes"
     operands: ClassVar[tuple[str, ...]] = ("int3",)
 
 
 @frozen
 class Detaches(_Recipe):
-    name: ClassVar[str] = "detaches"
-
     def made(self, x: Tensor, role: str) -> Tensor:
         return x.detach() if role == "weight" else x
 
 
 @frozen
 class ScalesTheGradient(_Recipe):
-    name: ClassVar[str] = "scales-the-gradient"
-
     def made(self, x: Tensor, role: str) -> Tensor:
         return 2.0 * x - x.detach()
 
 
 @frozen
 class Flattens(_Recipe):
-    name: ClassVar[str] = "flattens"
-
     def made(self, x: Tensor, role: str) -> Tensor:
         return x.flatten(0, -2)
 
 
 @frozen
-class NeedsStrides(_Recipe):
-    name: ClassVar[str] = "needs-strides"
-
-    def made(self, x: Tensor, role: str) -> Tensor:
-        return x.view(-1, 32).view(x.shape)
-
-
-@frozen
 class NeedsRows(_Recipe):
-    name: ClassVar[str] = "needs-rows"
-
     def made(self, x: Tensor, role: str) -> Tensor:
         largest = x.detach().abs().max()
         return x / largest * largest
@@ -98,15 +78,12 @@ class NeedsRows(_Recipe):
 
 @frozen
 class RoundsByChance(_Recipe):
-    name: ClassVar[str] = "rounds-by-chance"
-
     def made(self, x: Tensor, role: str) -> Tensor:
         return x * (1.0 + 1e-6 * torch.rand_like(x))
 
 
 @frozen
 class RemembersTheLargest(_Recipe):
-    name: ClassVar[str] = "remembers-the-largest"
     history: ClassVar[dict[str, float]] = {}
 
     def made(self, x: Tensor, role: str) -> Tensor:
@@ -116,8 +93,6 @@ class RemembersTheLargest(_Recipe):
 
 @frozen
 class WritesIntoTheTensor(_Recipe):
-    name: ClassVar[str] = "writes-into-the-tensor"
-
     def made(self, x: Tensor, role: str) -> Tensor:
         x.data.clamp_(-1.0, 1.0)
         return x
@@ -125,16 +100,12 @@ class WritesIntoTheTensor(_Recipe):
 
 @frozen
 class KeepsAnother(_Recipe):
-    name: ClassVar[str] = "keeps-another"
-
     def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
         return SavedOperand((x,), lambda saved: saved[0].flip(-1))
 
 
 @frozen
 class KeepsLess(_Recipe):
-    name: ClassVar[str] = "keeps-less"
-
     def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
         return SavedOperand((used[..., :1],), lambda saved: saved[0])
 
@@ -143,7 +114,6 @@ class KeepsLess(_Recipe):
 class TurnsOneOfTwo(_Recipe):
     """Transforms the rows of the input of wgrad, but not those of the gradient."""
 
-    name: ClassVar[str] = "turns-one-of-two"
     by_pass: ClassVar[bool] = True
 
     def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
@@ -160,7 +130,6 @@ def rounded(x: Tensor, axis: int) -> Tensor:
 class Int8(_Recipe):
     """Correct: one operand for all passes, with a scale for each row."""
 
-    name: ClassVar[str] = "int8"
     rtol: ClassVar[float | None] = 0.1
     axis: ClassVar[int] = -1
 
@@ -170,7 +139,6 @@ class Int8(_Recipe):
 
 @frozen
 class ScalesColumns(Int8):
-    name: ClassVar[str] = "scales-columns"
     axis: ClassVar[int] = -2
 
 
@@ -178,7 +146,6 @@ class ScalesColumns(Int8):
 class Int8ByPass(Int8):
     """Correct: scales run along what each product sums over."""
 
-    name: ClassVar[str] = "int8-by-pass"
     by_pass: ClassVar[bool] = True
     wrong: ClassVar[tuple[str, str]] = ("", "")
 
@@ -192,37 +159,22 @@ class Int8ByPass(Int8):
 
 @frozen
 class ScalesRowsInDgrad(Int8ByPass):
-    name: ClassVar[str] = "scales-rows-in-dgrad"
     wrong: ClassVar[tuple[str, str]] = ("weight", "dgrad")
 
 
 @frozen
 class ScalesRowsInWgrad(Int8ByPass):
-    name: ClassVar[str] = "scales-rows-in-wgrad"
     wrong: ClassVar[tuple[str, str]] = ("grad", "wgrad")
 
 
 @frozen
-class KeepsTheWeightOfForward(Int8ByPass):
-    name: ClassVar[str] = "keeps-the-weight-of-forward"
-
-    def keep(self, x: Tensor, used: Any, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
-        kept = super().keep(x, used, role=role, during=during, rows=rows)
-        return SavedOperand((used,), lambda saved: saved[0]) if role == "weight" else kept
-
-
-@frozen
 class SharesTheWeightOfForward(Int8ByPass):
-    name: ClassVar[str] = "shares-the-weight-of-forward"
-
     def weight_operands(self, weight: Tensor, passes: Any) -> Any:
         return dict.fromkeys(passes, super().weight_operands(weight, passes)["fprop"])
 
 
 @frozen
 class SumsAlongRowsInBothPasses(Int8ByPass):
-    name: ClassVar[str] = "sums-along-rows-in-both-passes"
-
     def both_ways(self, x: Tensor, role: Any, rows: Any) -> tuple[Any, SavedOperand]:
         used = self.quantize(x, role=role, during="fprop" if role == "input" else "dgrad", rows=rows)
         return used, SavedOperand((used,), lambda saved: saved[0])
@@ -230,5 +182,4 @@ class SumsAlongRowsInBothPasses(Int8ByPass):
 
 @frozen
 class FlowsInWholeNumbers(_Recipe):
-    name: ClassVar[str] = "flows-in-whole-numbers"
     residual_dtype: ClassVar[Any] = torch.int8

@@ -12,6 +12,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 import moefw
+from declared import declarations
 from moefw.core.plugin import RouterPlugin
 from moefw.core.records import State
 from moefw.core.stages import Batch, Routing
@@ -22,6 +23,7 @@ class PlainRouter(nn.Module, moefw.Router):
     """Softmax over the chosen logits, a z-loss, and a bias for the choice."""
 
     states: ClassVar[tuple[str, ...]] = ("bias",)
+    partition: ClassVar[str] = "token"
 
     def __init__(self, site: moefw.Site) -> None:
         super().__init__()
@@ -80,76 +82,39 @@ class PlainRouter(nn.Module, moefw.Router):
 @frozen
 class Plain(RouterPlugin):
     name: ClassVar[str] = "plain"
-    runtime: ClassVar[type[PlainRouter]] = PlainRouter
+    made: ClassVar[type[PlainRouter]] = PlainRouter
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        return moefw.offers(partition=("token",))
+        return moefw.offers(partition=(self.made.partition,))
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
-        return self.runtime(context.site)
+        return self.made(context.site)
 
 
-class _CrowdsTheCrowded(PlainRouter):
+class CrowdsTheCrowded(PlainRouter):
     @torch.no_grad()
     def update(self, reduced: Mapping[str, Tensor]) -> None:
         counts_E = reduced["tokens_per_expert"]
         self.bias -= 0.01 * torch.sign(counts_E.mean() - counts_E)
 
 
-@frozen
-class CrowdsTheCrowded(Plain):
-    name: ClassVar[str] = "crowds-the-crowded"
-    runtime = _CrowdsTheCrowded
-
-
-class _WeighsWithTheBias(PlainRouter):
+class WeighsWithTheBias(PlainRouter):
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
         return super().weigh(logits_TE + self.bias, ids_TK)
 
 
-@frozen
-class WeighsWithTheBias(Plain):
-    name: ClassVar[str] = "weighs-with-the-bias"
-    runtime = _WeighsWithTheBias
-
-
-class _WritesInForward(PlainRouter):
+class WritesInForward(PlainRouter):
     def count(self, ids_TK: Tensor) -> Tensor:
         self.last_load = super().count(ids_TK)
         return self.last_load
 
 
-@frozen
-class WritesInForward(Plain):
-    name: ClassVar[str] = "writes-in-forward"
-    runtime = _WritesInForward
-
-
-class _AdvancesStateInForward(PlainRouter):
-    def choose(self, logits_TE: Tensor) -> Tensor:
-        ids_TK = super().choose(logits_TE)
-        self.update({"tokens_per_expert": self.count(ids_TK)})
-        return ids_TK
-
-
-@frozen
-class AdvancesStateInForward(Plain):
-    name: ClassVar[str] = "advances-state-in-forward"
-    runtime = _AdvancesStateInForward
-
-
-class _WeighsDroppedChoices(PlainRouter):
+class WeighsDroppedChoices(PlainRouter):
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
         return logits_TE.gather(1, ids_TK.clamp_min(0)).sigmoid()
 
 
-@frozen
-class WeighsDroppedChoices(Plain):
-    name: ClassVar[str] = "weighs-dropped-choices"
-    runtime = _WeighsDroppedChoices
-
-
-class _LosesTheGradient(PlainRouter):
+class LosesTheGradient(PlainRouter):
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
         return super().weigh(logits_TE.detach(), ids_TK)
 
@@ -157,131 +122,59 @@ class _LosesTheGradient(PlainRouter):
         return super().loss(logits_TE.detach(), valid_T)
 
 
-@frozen
-class LosesTheGradient(Plain):
-    name: ClassVar[str] = "loses-the-gradient"
-    runtime = _LosesTheGradient
-
-
-class _LosesTheTokens(PlainRouter):
+class LosesTheTokens(PlainRouter):
     def logits(self, x_TD: Tensor, batch: Batch) -> Tensor:
         return super().logits(x_TD.detach(), batch)
 
 
-@frozen
-class LosesTheTokens(Plain):
-    name: ClassVar[str] = "loses-the-tokens"
-    runtime = _LosesTheTokens
-
-
-class _LooksAtOthers(PlainRouter):
+class LooksAtOthers(PlainRouter):
     def logits(self, x_TD: Tensor, batch: Batch) -> Tensor:
         logits_TE = super().logits(x_TD, batch)
         return logits_TE - logits_TE.mean(0) if len(x_TD) else logits_TE
 
 
-@frozen
-class LooksAtOthers(Plain):
-    name: ClassVar[str] = "looks-at-others"
-    runtime = _LooksAtOthers
-
-
-class _LooksAtThePlace(PlainRouter):
+class LooksAtThePlace(PlainRouter):
     def logits(self, x_TD: Tensor, batch: Batch) -> Tensor:
         places_T = torch.arange(len(x_TD)) % batch.ids_BS.shape[1] if len(x_TD) else torch.zeros(0)
         return super().logits(x_TD, batch) * (1.0 + 0.2 * places_T.unsqueeze(1))
 
 
-@frozen
-class LooksAtThePlace(Plain):
-    name: ClassVar[str] = "looks-at-the-place"
-    runtime = _LooksAtThePlace
-
-
-class _LosesByMicroBatch(PlainRouter):
+class LosesByMicroBatch(PlainRouter):
     def loss(self, logits_TE: Tensor, valid_T: Tensor) -> Tensor:
         mean_E = (logits_TE.softmax(-1) * valid_T.unsqueeze(1)).sum(0) / valid_T.sum().clamp_min(1)
         return valid_T.sum() * mean_E.square().sum()
 
 
-@frozen
-class LosesByMicroBatch(Plain):
-    name: ClassVar[str] = "loses-by-micro-batch"
-    runtime = _LosesByMicroBatch
-
-
-@frozen
 class LooksAtItsPart(LooksAtOthers):
-    name: ClassVar[str] = "looks-at-its-part"
-
-    def offers(self, site: moefw.Site) -> moefw.Offers:
-        return moefw.offers(partition=("micro_batch",))
+    partition = "micro_batch"
 
 
-@frozen
-class LosesByPart(LosesByMicroBatch):
-    name: ClassVar[str] = "loses-by-part"
-
-    def offers(self, site: moefw.Site) -> moefw.Offers:
-        return moefw.offers(partition=("micro_batch",))
-
-
-class _CountsTheMask(PlainRouter):
+class CountsTheMask(PlainRouter):
     def count(self, ids_TK: Tensor) -> Tensor:
         return super().count(ids_TK.clamp_min(0))
 
 
-@frozen
-class CountsTheMask(Plain):
-    name: ClassVar[str] = "counts-the-mask"
-    runtime = _CountsTheMask
-
-
-class _SendsTheMask(PlainRouter):
+class SendsTheMask(PlainRouter):
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         return super().forward(x_TD, Batch(ids_BS=batch.ids_BS, labels_BS=batch.labels_BS, loss_scale=batch.loss_scale))
 
 
-@frozen
-class SendsTheMask(Plain):
-    name: ClassVar[str] = "sends-the-mask"
-    runtime = _SendsTheMask
-
-
-class _AttachesTwice(PlainRouter):
+class AttachesTwice(PlainRouter):
     def attached(self, weights_TK: Tensor, loss: Tensor, batch: Batch) -> Tensor:
         return super().attached(super().attached(weights_TK, loss, batch), loss, batch)
 
 
-@frozen
-class AttachesTwice(Plain):
-    name: ClassVar[str] = "attaches-twice"
-    runtime = _AttachesTwice
-
-
-class _AttachesUnscaled(PlainRouter):
+class AttachesUnscaled(PlainRouter):
     def attached(self, weights_TK: Tensor, loss: Tensor, batch: Batch) -> Tensor:
         return weights_TK if batch.loss_scale is None else attach(weights_TK, loss)
 
 
-@frozen
-class AttachesUnscaled(Plain):
-    name: ClassVar[str] = "attaches-unscaled"
-    runtime = _AttachesUnscaled
-
-
-class _DrawsByCall(PlainRouter):
+class DrawsByCall(PlainRouter):
     def logits(self, x_TD: Tensor, batch: Batch) -> Tensor:
         return super().logits(x_TD * (1.0 + 0.1 * torch.rand_like(x_TD)), batch)
 
 
-@frozen
-class DrawsByCall(Plain):
-    name: ClassVar[str] = "draws-by-call"
-    runtime = _DrawsByCall
-
-
-class _IsBornAtRandom(PlainRouter):
+class IsBornAtRandom(PlainRouter):
     def __init__(self, site: moefw.Site) -> None:
         super().__init__(site)
         self.register_buffer("offset", torch.rand(site.dims.num_experts), persistent=False)
@@ -290,13 +183,7 @@ class _IsBornAtRandom(PlainRouter):
         return super().logits(x_TD, batch) + self.offset
 
 
-@frozen
-class IsBornAtRandom(Plain):
-    name: ClassVar[str] = "is-born-at-random"
-    runtime = _IsBornAtRandom
-
-
-class _ForgetsReplay(PlainRouter):
+class ForgetsReplay(PlainRouter):
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         batch = Batch(
             ids_BS=batch.ids_BS, labels_BS=batch.labels_BS, mask_BS=batch.mask_BS, loss_scale=batch.loss_scale
@@ -304,33 +191,15 @@ class _ForgetsReplay(PlainRouter):
         return super().forward(x_TD, batch)
 
 
-@frozen
-class ForgetsReplay(Plain):
-    name: ClassVar[str] = "forgets-replay"
-    runtime = _ForgetsReplay
-
-
-class _HidesState(PlainRouter):
+class HidesState(PlainRouter):
     states: ClassVar[tuple[str, ...]] = ()
 
 
-@frozen
-class HidesState(Plain):
-    name: ClassVar[str] = "hides-state"
-    runtime = _HidesState
-
-
-class _NamesStateThatIsNotThere(PlainRouter):
+class NamesStateThatIsNotThere(PlainRouter):
     states: ClassVar[tuple[str, ...]] = ("bias", "momentum")
 
 
-@frozen
-class NamesStateThatIsNotThere(Plain):
-    name: ClassVar[str] = "names-state-that-is-not-there"
-    runtime = _NamesStateThatIsNotThere
-
-
-class _UpdatesByHabit(PlainRouter):
+class UpdatesByHabit(PlainRouter):
     """Updates depend on the amount routed so far, which is stored outside the module."""
 
     def count(self, ids_TK: Tensor) -> Tensor:
@@ -345,76 +214,38 @@ class _UpdatesByHabit(PlainRouter):
 _ROUTED: dict[int, int] = {}
 
 
-@frozen
-class UpdatesByHabit(Plain):
-    name: ClassVar[str] = "updates-by-habit"
-    runtime = _UpdatesByHabit
-
-
-class _DropsAndCountsAfterwards(PlainRouter):
+class DropsAndCountsAfterwards(PlainRouter):
     def choose(self, logits_TE: Tensor) -> Tensor:
         ids_TK = super().choose(logits_TE)
         return torch.where(ids_TK == 0, -1, ids_TK)
 
 
-@frozen
-class DropsAndCountsAfterwards(Plain):
-    name: ClassVar[str] = "drops-and-counts-afterwards"
-    runtime = _DropsAndCountsAfterwards
-
-
-class _ChoosesTwice(PlainRouter):
+class ChoosesTwice(PlainRouter):
     def choose(self, logits_TE: Tensor) -> Tensor:
         return super().choose(logits_TE)[:, :1].expand(-1, self.dims.top_k)
 
 
-@frozen
-class ChoosesTwice(Plain):
-    name: ClassVar[str] = "chooses-twice"
-    runtime = _ChoosesTwice
-
-
-class _WeighsInHalf(PlainRouter):
+class WeighsInHalf(PlainRouter):
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
         return super().weigh(logits_TE, ids_TK).bfloat16()
 
 
-@frozen
-class WeighsInHalf(Plain):
-    name: ClassVar[str] = "weighs-in-half"
-    runtime = _WeighsInHalf
-
-
-class _DividesByNoTokens(PlainRouter):
+class DividesByNoTokens(PlainRouter):
     def loss(self, logits_TE: Tensor, valid_T: Tensor) -> Tensor:
         return 0.1 * logits_TE.logsumexp(-1).square().mean() * len(valid_T)
 
 
-@frozen
-class DividesByNoTokens(Plain):
-    name: ClassVar[str] = "divides-by-no-tokens"
-    runtime = _DividesByNoTokens
-
-
-class _LeansOnTheRank(PlainRouter):
+class LeansOnTheRank(PlainRouter):
     def logits(self, x_TD: Tensor, batch: Batch) -> Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 0
         return super().logits(x_TD, batch) * (1.0 + rank)
 
 
-@frozen
-class LeansOnTheRank(Plain):
-    name: ClassVar[str] = "leans-on-the-rank"
-    runtime = _LeansOnTheRank
-
-
-class _CountsMaskedRows(PlainRouter):
+class CountsMaskedRows(PlainRouter):
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         routing = super().forward(x_TD, batch)
         return replace(routing, num_rows=routing.expert_ids_TK.numel())
 
 
-@frozen
-class CountsMaskedRows(Plain):
-    name: ClassVar[str] = "counts-masked-rows"
-    runtime = _CountsMaskedRows
+PLUGINS = declarations(Plain, PlainRouter)
+"""The plugin of each."""

@@ -51,11 +51,6 @@ class Unordered(Wrapper):
         return torch.tensor(order, dtype=torch.int64)
 
 
-@breaks("came in the order", "rows_come_in_order_of_expert_source_rank_and_token")
-class SaysNothingOfItsOrder(Unordered):
-    """Offers what ``alltoall`` offers."""
-
-
 @breaks(
     "to other places than the dispatch of its handle",
     "redispatch_brings_rows_to_the_places_of_their_dispatch",

@@ -1,0 +1,70 @@
+"""Every check of every contract suite catches a plugin that is broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+import test_attention_suite
+import test_context_parallel_suite
+import test_gemm_suite
+import test_layout_suite
+import test_memory_policy_suite
+import test_optimizer_memory_policy_suite
+import test_optimizer_suite
+import test_pipeline_suite
+import test_precision_suite
+import test_router_suite
+import test_schedule_suite
+
+import broken_movements  # noqa: F401 - declares dispatchers, too
+import unordered_dispatchers  # noqa: F401 - and these
+from broken_dispatchers import BROKEN as BROKEN_DISPATCHERS
+from moefw.testing import (
+    AttentionSuite,
+    ContextParallelSuite,
+    DispatcherSuite,
+    GemmSuite,
+    LayoutSuite,
+    MemoryPolicySuite,
+    OptimizerMemoryPolicySuite,
+    OptimizerSuite,
+    PipelineSuite,
+    PrecisionSuite,
+    RouterSuite,
+    ScheduleSuite,
+)
+from moefw.testing.suites.base import Suite
+
+OTHER_CASES_OF_AN_ASSERTION = {
+    "test_the_layer_equals_the_oracle_where_ranks_are_empty",
+    "test_the_layer_equals_the_oracle_where_tokens_are_masked",
+    "test_the_layer_equals_the_oracle_with_one_expert_or_all",
+    "test_the_layer_equals_the_oracle_where_capacity_drops_choices",
+    "test_the_layer_equals_the_oracle_in_bf16",
+    "test_the_layer_equals_the_oracle_with_experts_in_parts",
+    "test_drawn_movements_are_right",
+    "test_drawn_layers_equal_the_oracle",
+}
+"""Checks that make the assertions of other checks, in cases of their own."""
+CHECKS: list[tuple[type[Suite], Collection[str]]] = [
+    (AttentionSuite, [check for _, check, _ in test_attention_suite.BROKEN]),
+    (ContextParallelSuite, [check for _, check, _ in test_context_parallel_suite.BROKEN]),
+    (DispatcherSuite, [broken.check.removeprefix("test_") for broken in BROKEN_DISPATCHERS.values()]),
+    (GemmSuite, [check for _, check, _ in test_gemm_suite.BROKEN]),
+    (LayoutSuite, [check for _, check, _ in test_layout_suite.BROKEN]),
+    (MemoryPolicySuite, [check for _, check, _ in test_memory_policy_suite.BROKEN]),
+    (OptimizerMemoryPolicySuite, [check for _, check, _ in test_optimizer_memory_policy_suite.BROKEN]),
+    (OptimizerSuite, [check for _, check, _ in test_optimizer_suite.BROKEN]),
+    (PipelineSuite, [check for _, check, _ in test_pipeline_suite.BROKEN]),
+    (PrecisionSuite, [check for _, check, _ in test_precision_suite.BROKEN]),
+    (RouterSuite, [check for _, check, _ in test_router_suite.BROKEN]),
+    (ScheduleSuite, [check for _, check, _ in test_schedule_suite.BROKEN]),
+]
+
+
+@pytest.mark.parametrize(("suite", "caught"), CHECKS, ids=[suite.__name__ for suite, _ in CHECKS])
+def test_every_check_of_a_suite_catches_a_broken_plugin(suite: type[Suite], caught: Collection[str]) -> None:
+    checks = {name for name in dir(suite) if name.startswith("test_")} - OTHER_CASES_OF_AN_ASSERTION
+    assert checks
+    assert not [name for name in checks if not any(name.startswith(f"test_{check}") for check in caught)]
