@@ -35,8 +35,6 @@ MEANINGS: Final[Mapping[str, str]] = {
     "region": 'pairs (region, mechanism) that memory policies may use: `("experts", "offload")`',
     "by_pass": "GEMMs go through `moefw.linear`, or quantize for each pass of backward themselves",
     "named_products": "each GEMM has a recipe of its own, `Precision.at(name, groups=...)`, that may remember steps",
-    "rtol": "a number: the largest error of an operand, or of a gradient under a memory policy, over the largest value",
-    "row_scales": "roles whose rows (columns, if a product sums over rows) are scaled alone: outliers spoil no others",
     "formula": "what experts compute: `swiglu`, `clamped_swiglu`, and `bias` if they can have biases (`moefw.Dims`)",
     "activations_kept": "activations that backward reads are saved through `Precision.keep_activation`",
     "row_keys": "each row that a GEMM gets comes with the key of its token, if the recipe draws random numbers",
@@ -58,11 +56,9 @@ SETTLED: Final[Mapping[Rule, tuple[str, str, str]]] = {
         "a tuple",
         "an alternative is in every offer and every need; the first in the needs is taken, then in the offers",
     ),
-    "given": ("a tuple of one number", "any value", "there is a number"),
     "some": ("a tuple of items", "an item", "some offer has the item"),
     "some at least": ("a tuple of one number", "a number", "some offer is at least as large"),
     "some dividing": ("a tuple of pairs", "a pair", "the axis has a size that divides the number"),
-    "sum": ("a number", "a number", "the sum of all offers is at most as large"),
     "all": ("`True` or `False`", "`True`", "every part offers `True`"),
 }
 """By rule: what an offer is, what a need is, and when they fit."""

@@ -93,7 +93,7 @@ class Assembly:
     @property
     def notes(self) -> list[str]:
         """Notes for a reader of the spec: policies that are not exact, routing that depends on packs."""
-        errors = {policy.name: policy.offers(self.site).get("rtol") for policy in self.parts.memory}
+        errors = {policy.name: policy.rtol for policy in self.parts.memory}
         says = "is not exact: it changes each gradient of a layer by at most"
         notes = [f"{name} {says} {rtol:g} of its largest value" for name, rtol in errors.items() if rtol]
         return [*notes, *self._routing_by_pack()]

@@ -340,7 +340,7 @@ class ModelParts(ModelContext):
             dispatcher=dispatcher,
             experts=experts,
             shared_expert=shared_expert,
-            budgeted=context.facts.get("budget") is not None,
+            budgeted="budget" in context.facts,
             first_expert=context.local_experts.start if recipe.draws else None,
             region=context.region,
             movement=context.movement,

@@ -10,7 +10,7 @@ from typing import Any, Final, Generic, TypeVar
 from attrs import frozen
 
 from moefw.core.errors import PluginError, Problem, nearest
-from moefw.core.facts import ANY, FACTS, NONE, Fact, Need, Offers, Rule, offers
+from moefw.core.facts import ANY, FACTS, Fact, Need, Offers, Rule, offers
 
 Settled = tuple[Any, list[int]]
 """The value that a fact settles on (None if it cannot), and the positions of the needs that stay unmet."""
@@ -147,14 +147,6 @@ def _some(meets: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any], Sequenc
     return settle
 
 
-def _given(offered: Sequence[Any], needed: Sequence[Any]) -> Settled:
-    """Number that every offer names. A need requires that there is one."""
-    numbers = [item for item in _in_common(offered) or () if item != NONE]
-    if not numbers:
-        return None, list(range(len(needed)))
-    return numbers[0], []
-
-
 def _divides(offered: tuple[str, int], needed: tuple[str, int]) -> bool:
     """Whether an axis ``(name, ranks)`` is the one needed, and its ranks divide the size ``(name, size)``."""
     axis, ranks = offered
@@ -168,21 +160,13 @@ def _all_true(offered: Sequence[bool], needed: Sequence[bool]) -> Settled:
     return value, [index for index, is_needed in enumerate(needed) if is_needed and not value]
 
 
-def _sum(offered: Sequence[float], needed: Sequence[float]) -> Settled:
-    """Sum of the offers. A need is the most that it may be."""
-    value = sum(offered)
-    return value, [index for index, limit in enumerate(needed) if value > limit]
-
-
 RULES: Final[Mapping[Rule, Callable[[Sequence[Any], Sequence[Any]], Settled]]] = {
     "multiple": _multiple,
     "one of": _one_of,
     "some": _some(operator.eq),
     "some at least": _some(operator.ge),
     "some dividing": _some(_divides),
-    "given": _given,
     "all": _all_true,
-    "sum": _sum,
 }
 """By rule: a function of the values that parts offer and of those that parts need, each in any order."""
 

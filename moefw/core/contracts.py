@@ -337,7 +337,7 @@ class MemoryPolicy(ABC):
     def wrap(self, region: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` with its saved tensors under the policy. Values and gradients stay bitwise equal.
 
-        A plugin that offers ``rtol`` may change each gradient of a layer by this share of its largest value.
+        A plugin with an ``rtol`` may change each gradient of a layer by this share of its largest value.
         """
 
     def wrap_movement(self, region: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:

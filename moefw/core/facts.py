@@ -12,11 +12,8 @@ from moefw.core.errors import PluginError, nearest
 ANY: Final = "any"
 """An offer that meets every need for a fact, for example every row alignment."""
 
-NONE: Final = "none"
-"""Offered in place of a number: there is none."""
-
 Offers = Mapping[str, Any]
-Rule = Literal["multiple", "one of", "some", "some at least", "some dividing", "given", "all", "sum"]
+Rule = Literal["multiple", "one of", "some", "some at least", "some dividing", "all"]
 """How offers and needs settle a fact: see :mod:`moefw.compose.fitting`."""
 
 
@@ -72,7 +69,7 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("row_alignment", "rows aligned to {}", "multiple", ("dispatch",)),
         Fact("rows", "{} rows", "one of", ("dispatch",)),
         Fact("repeats", "rows in the same order each time", "all", ("dispatch",), silence=True),
-        Fact("budget", "a budget of rows that a second run lifts", "given", ("dispatch",), silence=(NONE,)),
+        Fact("budget", "a budget of rows that a second run lifts", "some at least", ("dispatch",)),
         Fact("operand", "{} operands", "one of", ("precision",)),
         Fact("wire", "{} rows on the wire", "one of", ("precision",)),
         Fact("counts", "counts on the {}", "one of", ("dispatch",)),
@@ -86,8 +83,6 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("region", "region {} to allow {}", "some", ("model", "attention", "gemm", "optimizer"), itemised=True),
         Fact("by_pass", "operands quantized for each pass", "all", ("model", "attention", "gemm"), silence=False),
         Fact("named_products", "GEMMs with recipes of their own", "all", ("model", "attention", "gemm"), silence=False),
-        Fact("rtol", "an error of at most {}", "sum", ("precision", "memory")),
-        Fact("row_scales", "scales of each row of the {}", "some", ("precision",), silence=ANY),
         Fact("formula", "experts with {}", "some", ("gemm",), silence=("swiglu",)),
         Fact("activations_kept", "activations that a recipe may save as codes", "all", ("gemm",), silence=False),
         Fact("row_keys", "a key with each row", "all", ("model", "attention", "dispatch", "gemm"), silence=False),

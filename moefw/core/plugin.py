@@ -122,6 +122,14 @@ class PrecisionPlugin(Plugin):
     """Declares a precision recipe: the formats in which GEMMs get their operands."""
 
     hook: ClassVar[str] = "moefw_precisions"
+    rtol: ClassVar[float | None] = None
+    """Largest error of an operand, and of a layer against fp64, as a share of a tensor's largest value.
+
+    None: the recipe only casts.
+    """
+
+    row_scales: ClassVar[tuple[str, ...]] = ("input", "weight", "grad")
+    """Roles whose rows (columns, if a product sums over rows) are scaled alone, so that outliers spoil no others."""
 
     def build(self, context: BuildContext) -> Precision:
         """Recipe of one layer."""
@@ -153,6 +161,9 @@ class MemoryPlugin(Plugin):
 
     passive: ClassVar[bool] = False
     """Whether the policy does nothing, so that the policy of an enclosing region applies."""
+
+    rtol: ClassVar[float] = 0.0
+    """Largest change of a gradient of one layer, as a share of its largest value. 0: no bit changes."""
 
     regions: tuple[str, ...]
     """Names of the regions that the policy treats, such as ``attention`` or ``moe_act``."""

@@ -162,9 +162,9 @@ class Fit:
         return needs
 
     def rtol(self, variant: Variant) -> float:
-        """Sum of the errors that the parts of a variant offer."""
+        """Sum of the errors that the parts of a variant state."""
         try:
-            return float(sum(part.offers(self._site()).get("rtol", 0.0) for part in self._parts(variant)))
+            return float(sum(getattr(part, "rtol", None) or 0.0 for part in self._parts(variant)))
         except Exception:  # resolve reports the plugin's fault
             return 0.0
 

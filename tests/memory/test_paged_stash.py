@@ -247,12 +247,12 @@ def test_an_overflow_on_one_rank_runs_the_step_again_on_all(pool: RankPool, use:
     ("memory", "parts", "says"),
     [
         ([stash("experts")], {"dispatch": {"use": "alltoall"}}, "paged-stash needs a budget of rows"),
-        ([stash("experts")], {"dispatch": {"use": "alltoall"}}, "alltoall offers none"),
+        ([stash("experts")], {"dispatch": {"use": "alltoall"}}, "run again; nothing here offers that"),
         ([stash("experts")], {"dispatch": {"use": "hybridep", "backend": "torch"}}, "dispatch.rank_capacity"),
         (
             [stash("experts")],
             {"dispatch": {**BUDGET, "on_overflow": "drop"}},
-            "a step whose rows find no page is run again; hybridep offers none",
+            "a step whose rows find no page is run again; nothing here offers that",
         ),
         (
             [stash("experts")],

@@ -130,9 +130,6 @@ class Half(SavesInHalf):
     name: ClassVar[str] = "half"
     rtol: ClassVar[float] = 0.02
 
-    def offers(self, site: moefw.Site) -> moefw.Offers:
-        return moefw.offers(rtol=self.rtol)
-
 
 @frozen
 class LosesMoreThanItSays(Half):

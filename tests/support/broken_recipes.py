@@ -161,10 +161,8 @@ class Int8(_Recipe):
     """Correct: one operand for all passes, with a scale for each row."""
 
     name: ClassVar[str] = "int8"
+    rtol: ClassVar[float | None] = 0.1
     axis: ClassVar[int] = -1
-
-    def offers(self, site: moefw.Site) -> moefw.Offers:
-        return moefw.offers(operand=self.operands, wire=("fp32",), rtol=0.1)
 
     def made(self, x: Tensor, role: str) -> Tensor:
         return rounded(x, self.axis)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, ClassVar
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.errors import MoefwError, PlanError
 from moefw.core.facts import ANY
+from moefw.core.plugin import MemoryPlugin
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.memory_case import LARGE, Observed, observed, probe_region, region_of
@@ -34,7 +34,7 @@ FLOOR = 1e-2
 class MemorySuite(Suite):
     """Tests a memory policy against its contract: it changes no bit of any result.
 
-    If the plugin offers ``rtol``, the gradients of a model of one layer may differ by this share of their largest
+    If the plugin states an ``rtol``, the gradients of a model of one layer may differ by this share of their largest
     value; results of forward may not.
 
     ``regions`` are those to treat; if empty, all that the model and the GEMM offer for the plugin's mechanism.
@@ -43,6 +43,7 @@ class MemorySuite(Suite):
     """
 
     section = "memory"
+    plugin: ClassVar[type[MemoryPlugin]]
     regions: ClassVar[Sequence[str]] = ()
     holding: ClassVar[Sequence[str]] = ("layer",)
     movements: ClassVar[Sequence[str]] = ("dispatch",)
@@ -72,12 +73,10 @@ class MemorySuite(Suite):
         parts["memory"] = [self._treating(regions)] if regions else []
         return whole_model(world, parts=parts, plugins=(self.plugin,), sizes=ONE_LAYER if self.rtol else {})
 
-    @cached_property
+    @property
     def rtol(self) -> float:
-        """The error of gradients that the plugin offers; 0.0: none."""
-        parts = {**self.parts, "memory": [self._treating(())]}
-        assembly = whole_model(1, parts=parts, plugins=(self.plugin,)).assemble()
-        return float(assembly.parts.memory[0].offers(assembly.site).get("rtol", 0.0))
+        """The error of gradients that the plugin states; 0.0: none."""
+        return float(self.plugin.rtol)
 
     def _treating(self, regions: Sequence[str]) -> dict[str, Any]:
         return {"use": self.plugin.name, **self.options, "regions": list(regions)}
@@ -258,7 +257,7 @@ class MemorySuite(Suite):
         return self._near(got, expected) if name.startswith("the gradient") else same_bits(got, expected)
 
     def _near(self, got: Tensor, expected: Tensor, floor: float = 1e-30) -> bool:
-        """Whether a gradient has the same bits or, if the plugin offers ``rtol``, is within it."""
+        """Whether a gradient has the same bits or, if the plugin states an ``rtol``, is within it."""
         if same_bits(got, expected):
             return True
         return self.rtol > 0.0 and worst_error(got, expected, floor=floor) <= self.rtol

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moefw.core.contracts import Meter, Precision
 from moefw.core.errors import PlanError
 from moefw.core.facts import ANY
+from moefw.core.plugin import PrecisionPlugin
 from moefw.core.records import Pass, Role, RowGroups, SavedOperand
 from moefw.core.stages import Batch
 from moefw.runtime.compute.row_operands import both_ways
@@ -30,7 +31,7 @@ from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 NATIVE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes of operands that are plain tensors, by offered operand."""
 RTOL: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-"""Tolerance of a recipe that offers no ``rtol``, by dtype of the residual stream."""
+"""Tolerance of a recipe that states no ``rtol``, by dtype of the residual stream."""
 
 
 @frozen(kw_only=True)
@@ -79,12 +80,13 @@ class PrecisionSuite(Suite):
     """Tests a precision recipe against its contract.
 
     ``rtol`` is the largest error of an operand, and of a layer against the fp64 oracle, as a share of a tensor's
-    largest value. None: the one that the plugin offers, for example 0.1 (int8), 0.15 (fp8) or 0.4 (fp4); a plugin that
-    offers none only casts, and is held to ``RTOL``. ``block`` divides the sizes of all operands. At least one of
+    largest value. None: the one that the plugin states, for example 0.1 (int8), 0.15 (fp8) or 0.4 (fp4); a plugin that
+    states none only casts, and is held to ``RTOL``. ``block`` divides the sizes of all operands. At least one of
     ``gemms`` must take the operands.
     """
 
     section = "precision"
+    plugin: ClassVar[type[PrecisionPlugin]]
     rtol: ClassVar[float | None] = None
     block: ClassVar[int] = 32
     gemms: ClassVar[Sequence[Mapping[str, Any]]] = ({"use": "grouped"}, {"use": "loop"})
@@ -176,11 +178,10 @@ class PrecisionSuite(Suite):
         """Scales run along what a product sums over: each row of it has an error relative to its own largest value."""
         recipe = self.recipe()
         allowed = self._rtol()
-        offered = self._offered("row_scales")
-        roles = get_args(Role) if offered in (None, ANY) else offered
+        roles = self.plugin.row_scales
         if not roles:
-            pytest.skip(f"{self.plugin.name} offers row_scales of no operand: rows share scales")
-        says = "scales run along what a product sums over. If rows share them on purpose, offer row_scales."
+            pytest.skip(f"{self.plugin.name} has row_scales of no operand: rows share scales")
+        says = "scales run along what a product sums over. If rows share them on purpose, state row_scales."
         for (role, during), axis in ROWS.items():
             if role not in roles or (axis == -1 and not recipe.by_pass):
                 continue
@@ -400,11 +401,11 @@ class PrecisionSuite(Suite):
         return tuple(dict.fromkeys((torch.float32, recipe.residual_dtype)))
 
     def _stated(self) -> float | None:
-        """Error that the suite sets, or else the plugin offers; None if neither does."""
+        """Error that the suite sets, or else the plugin states; None if neither does."""
         if self.rtol is not None:
             return self.rtol
-        offered: float | None = self._offered("rtol")
-        return offered
+        stated: float | None = self.plugin.rtol
+        return stated
 
     def _rtol(self) -> float:
         """Error that is allowed: as stated, or that of a cast to the residual dtype."""

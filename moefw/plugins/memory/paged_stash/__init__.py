@@ -55,7 +55,7 @@ class PagedStash(MemoryPlugin):
         ]
         budget = moefw.need(
             "budget",
-            True,
+            0.0,
             reason="without one all rows are valid, and a step whose rows find no page is run again",
             fix="Use a dispatcher with such a budget (dispatch.rank_capacity, on_overflow: rerun), or leave it out.",
         )
@@ -69,7 +69,8 @@ class PagedStash(MemoryPlugin):
         stash = context.shared(
             self, lambda: open_stash(context.device, page_rows=self.page_rows, spill=self.spill is not None)
         )
-        return StashPolicy(stash, share=self.factor / (context.facts.get("budget") or 1.0))
+        (budget,) = context.facts.get("budget", (1.0,))
+        return StashPolicy(stash, share=self.factor / budget)
 
 
 @moefw.hookimpl

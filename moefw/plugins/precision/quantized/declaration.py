@@ -5,12 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import frozen
 
 import moefw
-from moefw.core.facts import ANY
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.gpus import Gpus
@@ -36,11 +35,7 @@ class LowPrecisionPlugin(PrecisionPlugin):
     wire: ClassVar[tuple[str, ...]] = ("bf16",)
     """Formats in which rows may travel to the experts."""
 
-    rtol: ClassVar[float] = 0.15
-    """Largest error of an operand, as a share of the largest value of the tensor that was quantized."""
-
-    row_scales: ClassVar[Any] = ANY
-    """Roles whose rows are scaled alone."""
+    rtol: ClassVar[float | None] = 0.15
 
     codes: ClassVar[str] = "fp8"
     """Format of operands whose codes are multiplied directly."""
@@ -66,7 +61,7 @@ class LowPrecisionPlugin(PrecisionPlugin):
     def offers(self, site: Site) -> moefw.Offers:
         """Offers: operands are codes and scales, or dequantized to fp32."""
         operand = "fp32" if self.backend == "emulate" else self.codes
-        return moefw.offers(operand=(operand,), wire=self.wire, rtol=self.rtol, row_scales=self.row_scales)
+        return moefw.offers(operand=(operand,), wire=self.wire)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Needs: whole blocks of rows, GEMMs that quantize for each pass, a GPU that multiplies codes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from attrs import frozen
 
@@ -25,7 +25,7 @@ class FP8Blockwise(QuantizedPlugin):
     name: ClassVar[str] = "fp8-blockwise"
     rows: ClassVar[int] = 128
     wire: ClassVar[tuple[str, ...]] = ("bf16", "fp8")
-    row_scales: ClassVar[Any] = ("input", "grad")
+    row_scales: ClassVar[tuple[str, ...]] = ("input", "grad")
     gpus: ClassVar[Gpus] = BLOCKS_OF_128
 
     scales: Literal["power_of_two", "fp32"] = "power_of_two"

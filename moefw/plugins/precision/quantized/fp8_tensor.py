@@ -27,8 +27,8 @@ class FP8Tensor(QuantizedPlugin):
 
     name: ClassVar[str] = "fp8-tensor"
     rows: ClassVar[int] = 16
-    rtol: ClassVar[float] = 0.2
-    row_scales: ClassVar[Any] = ()
+    rtol: ClassVar[float | None] = 0.2
+    row_scales: ClassVar[tuple[str, ...]] = ()
     gpus: ClassVar[Gpus] = TENSORS
     te_gpus: ClassVar[Gpus] = WHOLE_TENSORS
 

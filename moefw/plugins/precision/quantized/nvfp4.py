@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import frozen
 
@@ -27,8 +27,8 @@ class NVFP4(LowPrecisionPlugin):
 
     name: ClassVar[str] = "nvfp4"
     rows: ClassVar[int] = 16
-    rtol: ClassVar[float] = 0.4
-    row_scales: ClassVar[Any] = ()
+    rtol: ClassVar[float | None] = 0.4
+    row_scales: ClassVar[tuple[str, ...]] = ()
     codes: ClassVar[str] = "fp4"
     gpus: ClassVar[Gpus] = GPUS_OF_NVFP4
     te_gpus: ClassVar[Gpus] = FP4
