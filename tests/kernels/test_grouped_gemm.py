@@ -175,14 +175,14 @@ def refusals() -> Iterator[tuple[Quantized, Quantized, Tensor, str]]:
     sizes = (128, 128)
     (x, weights), ends = rows_by_weights(sizes, backward=False), ends_of(sizes)
     grad, rows = over_rows(sizes)
-    yield x.mT, weights, ends, r"\(128, 1\) by e4m3 in blocks of \(128, 128\): give float8 in blocks of \(1, 128\) by"
+    yield x.mT, weights, ends, r"\(128, 1\) by e4m3 in blocks of \(128, 128\): give e4m3 in blocks of \(1, 128\) by"
     yield x, weights.mT, ends, r"cannot multiply \(263, 384\) by \(2, 256, 384\): give \(R, I\) by \(e, I, O\)"
     small = quantize_fp8(drawn(2, 384, 96, seed=5), block=(128, 128)).along(-2)
     yield x, small, ends, "with I and O multiples of 128"
     yield x, weights.along(-1), ends, "lay them along the axis that is summed over, as Quantized.along does"
     yield x, weights, ends.long(), r"ends are torch.int64 \(2,\): give one torch.int32"
     yield x, weights, ends[:1], r"ends are torch.int32 \(1,\): give one torch.int32 for each group, \(2,\)"
-    yield grad, rows.mT, ends, r"give float8 in blocks of \(1, 128\) by \(128, 1\)"
+    yield grad, rows.mT, ends, r"give e4m3 in blocks of \(1, 128\) by \(128, 1\)"
 
 
 @pytest.mark.parametrize("case", range(7))

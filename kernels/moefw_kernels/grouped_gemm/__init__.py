@@ -30,10 +30,10 @@ def blockwise_grouped_mm(
     """
     by_weights = len(b.shape) == 3
     blocks = (BLOCK, BLOCK) if by_weights else (BLOCK, 1)
-    if a.block != (1, BLOCK) or b.block != blocks or {a.fmt, b.fmt} - {E4M3, E5M2}:
+    if a.block != (1, BLOCK) or b.block != blocks or {a.fmt, b.fmt} != {E4M3}:
         raise ValueError(
             f"cannot multiply {a.fmt.name} in blocks of {a.block} by {b.fmt.name} in blocks of {b.block}: "
-            f"give float8 in blocks of {(1, BLOCK)} by {blocks}"
+            f"give e4m3 in blocks of {(1, BLOCK)} by {blocks}"
         )
     _check(a, b, ends_e)
     if not takes_kernels(a.codes):

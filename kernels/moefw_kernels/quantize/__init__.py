@@ -16,7 +16,6 @@ from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.rows import Scales, empty_rows, row_block, rows_of, scale_dtype
 from moefw_kernels.quantize.scales import (
     BlockScales,
-    Rounding,
     delayed_scale,
     mx_scale,
     nvfp4_global_scale,
@@ -31,7 +30,6 @@ __all__ = [
     "BlockScales",
     "Format",
     "Quantized",
-    "Rounding",
     "Scales",
     "decode",
     "decode_e8m0",
@@ -87,7 +85,9 @@ def quantize_tensor(
     Raises:
         ValueError: E2M1, a dtype other than fp32, bf16 and fp16, or shapes that do not fit together.
     """
-    _check(x, fmt)
+    _check(x)
+    if fmt is E2M1:
+        raise ValueError("e2m1 has six for its largest number, too little without a second level: use quantize_nvfp4")
     groups = x.shape[:-2] if ends_e is None else ends_e.shape
     if ends_e is not None and x.ndim > 2:
         raise ValueError(f"ends_e divides the rows of one matrix (R, C), and x is {tuple(x.shape)}")
@@ -96,41 +96,41 @@ def quantize_tensor(
     return reference.quantize_tensor(x, fmt, scale, margin, power_of_two, ends_e)
 
 
-def quantize_fp8(x: Tensor, *, block: Block, fmt: Format = E4M3, power_of_two: bool = True) -> Quantized:
-    """``x`` (..., R, C) in blocks of 1x128, 128x1 or 128x128, each with an fp32 scale.
+def quantize_fp8(x: Tensor, *, block: Block, power_of_two: bool = True) -> Quantized:
+    """``x`` (..., R, C) in E4M3, in blocks of 1x128, 128x1 or 128x128, each with an fp32 scale.
 
     The scale is the reciprocal of ``tensor_scale`` of the block's largest magnitude: a power of two, or exact.
 
     Raises:
-        ValueError: Another block, a format other than E4M3 and E5M2, a dtype other than fp32, bf16 and fp16.
+        ValueError: Another block, a dtype other than fp32, bf16 and fp16.
     """
-    _check(x, fmt, block, ((1, 128), (128, 1), (128, 128)))
-    quantized: Quantized = _encoders(x).quantize_fp8(x, block, fmt, power_of_two)
+    _check(x, block, ((1, 128), (128, 1), (128, 128)))
+    quantized: Quantized = _encoders(x).quantize_fp8(x, block, power_of_two)
     return quantized
 
 
-def quantize_fp8_both(x: Tensor, *, fmt: Format = E4M3, power_of_two: bool = True) -> tuple[Quantized, Quantized]:
+def quantize_fp8_both(x: Tensor, *, power_of_two: bool = True) -> tuple[Quantized, Quantized]:
     """``quantize_fp8`` with blocks of 1x128 and of 128x1. The kernel reads ``x`` once."""
-    _check(x, fmt)
-    row, column = _encoders(x).quantize_fp8_both(x, fmt, power_of_two)
+    _check(x)
+    row, column = _encoders(x).quantize_fp8_both(x, power_of_two)
     return row, column
 
 
-def quantize_mxfp8(x: Tensor, *, block: Block = (1, 32), fmt: Format = E4M3, rounding: Rounding = "rceil") -> Quantized:
-    """``x`` (..., R, C) in blocks of 1x32, 32x1 or 32x32, each with an E8M0 scale as in ``mx_scale``.
+def quantize_mxfp8(x: Tensor, *, block: Block = (1, 32)) -> Quantized:
+    """``x`` (..., R, C) in E4M3, in blocks of 1x32, 32x1 or 32x32, each with an E8M0 scale as in ``mx_scale``.
 
     Raises:
-        ValueError: Another block, a format other than E4M3 and E5M2, a dtype other than fp32, bf16 and fp16.
+        ValueError: Another block, a dtype other than fp32, bf16 and fp16.
     """
-    _check(x, fmt, block, ((1, 32), (32, 1), (32, 32)))
-    quantized: Quantized = _encoders(x).quantize_mxfp8(x, block, fmt, rounding)
+    _check(x, block, ((1, 32), (32, 1), (32, 32)))
+    quantized: Quantized = _encoders(x).quantize_mxfp8(x, block)
     return quantized
 
 
-def quantize_mxfp8_both(x: Tensor, *, fmt: Format = E4M3, rounding: Rounding = "rceil") -> tuple[Quantized, Quantized]:
+def quantize_mxfp8_both(x: Tensor) -> tuple[Quantized, Quantized]:
     """``quantize_mxfp8`` with blocks of 1x32 and of 32x1. The kernel reads ``x`` once."""
-    _check(x, fmt)
-    row, column = _encoders(x).quantize_mxfp8_both(x, fmt, rounding)
+    _check(x)
+    row, column = _encoders(x).quantize_mxfp8_both(x)
     return row, column
 
 
@@ -172,7 +172,7 @@ def quantize_nvfp4(
     Raises:
         ValueError: Another block, a dtype other than fp32, bf16 and fp16, or shapes that do not fit together.
     """
-    _check(x, None, block, ((1, 16), (16, 1), (16, 16)))
+    _check(x, block, ((1, 16), (16, 1), (16, 16)))
     if ends_e is not None and x.ndim > 2:
         raise ValueError(f"ends_e divides the rows of one matrix (R, C), and x is {tuple(x.shape)}")
     if global_amax is None and ends_e is not None:
@@ -209,11 +209,9 @@ def _encoders(x: Tensor) -> ModuleType:
     return triton
 
 
-def _check(x: Tensor, fmt: Format | None, block: Block | None = None, blocks: tuple[Block, ...] = ()) -> None:
+def _check(x: Tensor, block: Block | None = None, blocks: tuple[Block, ...] = ()) -> None:
     if x.dtype not in _DTYPES or x.ndim < 2:
         raise ValueError(f"cannot quantize {x.dtype} {tuple(x.shape)}: give fp32, bf16 or fp16 (..., rows, columns)")
-    if fmt is E2M1:
-        raise ValueError("e2m1 has six for its largest number, too little without a second level: use quantize_nvfp4")
     if block is not None and block not in blocks:
         raise ValueError(
             f"no blocks of {block[0]}x{block[1]} here: use one of {', '.join(f'{r}x{c}' for r, c in blocks)}"

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw_kernels.quantize.formats import E2M1, Format, encode
+from moefw_kernels.quantize.formats import E2M1, E4M3, Format, encode
 from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
 from moefw_kernels.quantize.quantized import Quantized, above, laid, spread, turned
-from moefw_kernels.quantize.scales import BlockScales, Rounding, mx_scale, nvfp4_global_scale, nvfp4_scale, tensor_scale
+from moefw_kernels.quantize.scales import BlockScales, mx_scale, nvfp4_global_scale, nvfp4_scale, tensor_scale
 from moefw_kernels.random import uniform
 
 
@@ -39,27 +39,27 @@ def quantize_tensor(
     )
 
 
-def quantize_fp8(x: Tensor, block: tuple[int, int], fmt: Format, power_of_two: bool) -> Quantized:
+def quantize_fp8(x: Tensor, block: tuple[int, int], power_of_two: bool) -> Quantized:
     """Quantize in blocks with fp32 scales."""
     largest = torch.finfo(x.dtype).max
-    multiplier = tensor_scale(block_amax(x, block), fmt, power_of_two=power_of_two, largest=largest)
-    return _quantized(x, multiplier=multiplier, scales=multiplier.reciprocal(), block=block, fmt=fmt)
+    multiplier = tensor_scale(block_amax(x, block), E4M3, power_of_two=power_of_two, largest=largest)
+    return _quantized(x, multiplier=multiplier, scales=multiplier.reciprocal(), block=block, fmt=E4M3)
 
 
-def quantize_fp8_both(x: Tensor, fmt: Format, power_of_two: bool) -> tuple[Quantized, Quantized]:
+def quantize_fp8_both(x: Tensor, power_of_two: bool) -> tuple[Quantized, Quantized]:
     """Quantize in blocks of 1x128, and of 128x1."""
-    return quantize_fp8(x, (1, 128), fmt, power_of_two), quantize_fp8(x, (128, 1), fmt, power_of_two)
+    return quantize_fp8(x, (1, 128), power_of_two), quantize_fp8(x, (128, 1), power_of_two)
 
 
-def quantize_mxfp8(x: Tensor, block: tuple[int, int], fmt: Format, rounding: Rounding) -> Quantized:
+def quantize_mxfp8(x: Tensor, block: tuple[int, int]) -> Quantized:
     """Quantize in blocks with E8M0 scales."""
-    codes, multiplier = mx_scale(block_amax(x, block), fmt, rounding=rounding)
-    return _quantized(x, multiplier=multiplier, scales=codes.view(torch.float8_e8m0fnu), block=block, fmt=fmt)
+    codes, multiplier = mx_scale(block_amax(x, block))
+    return _quantized(x, multiplier=multiplier, scales=codes.view(torch.float8_e8m0fnu), block=block, fmt=E4M3)
 
 
-def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Quantized, Quantized]:
+def quantize_mxfp8_both(x: Tensor) -> tuple[Quantized, Quantized]:
     """Quantize in blocks of 1x32, and of 32x1."""
-    return quantize_mxfp8(x, (1, 32), fmt, rounding), quantize_mxfp8(x, (32, 1), fmt, rounding)
+    return quantize_mxfp8(x, (1, 32)), quantize_mxfp8(x, (32, 1))
 
 
 def quantize_nvfp4(

@@ -13,7 +13,6 @@ from torch import Tensor
 from moefw_kernels.quantize.formats import E2M1, E4M3, Format, decode, decode_e8m0, encode
 
 FP32_MAX: Final = torch.finfo(torch.float32).max
-Rounding = Literal["rceil", "floor"]
 BlockScales = Literal["nearest", "up"]
 """How E4M3 scales of blocks are rounded."""
 
@@ -59,20 +58,18 @@ def delayed_scale(
     return torch.where(amax.isfinite() & (amax > 0), next_scale, scale)
 
 
-def mx_scale(amax: Tensor, fmt: Format, *, rounding: Rounding = "rceil") -> tuple[Tensor, Tensor]:
-    """E8M0 codes (uint8) of blocks with magnitude ``amax`` (fp32), and the multipliers of their numbers.
+def mx_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """E8M0 codes (uint8) of blocks of E4M3 with magnitude ``amax`` (fp32), and the multipliers of their numbers.
 
-    ``rceil``: the smallest power of two that is at least ``amax / fmt.max``, so that nothing saturates (Transformer
-    Engine, cuBLAS, ``ScaleCalculationMode.RCEIL`` of torchao). ``floor``: the largest power of two that is at most
-    ``amax``, divided by the largest one in ``fmt`` (OCP microscaling formats 1.0, section 6.3). Integer arithmetic.
+    The scale is the smallest power of two that is at least ``amax / 448``, so that nothing saturates (Transformer
+    Engine, cuBLAS, ``ScaleCalculationMode.RCEIL`` of torchao). Integer arithmetic.
     """
-    # Exponents are subtracted. The quotient is rounded up if the mantissa of ``amax`` is above that of ``fmt.max``.
+    # Exponents are subtracted. The quotient is rounded up if the mantissa of ``amax`` is above that of 448.
     bits = amax.view(torch.int32)
-    top = torch.tensor(fmt.max).view(torch.int32)
-    codes = (bits >> 23) - ((int(top) >> 23) - 127)
-    if rounding == "rceil":
-        codes = codes + ((bits & 0x7FFFFF) > (int(top) & 0x7FFFFF))
-        codes = torch.where(amax.isposinf(), 254, codes)
+    top = int(torch.tensor(E4M3.max).view(torch.int32))
+    codes = (bits >> 23) - ((top >> 23) - 127)
+    codes = codes + ((bits & 0x7FFFFF) > (top & 0x7FFFFF))
+    codes = torch.where(amax.isposinf(), 254, codes)
     codes = torch.where(amax.isnan(), 255, codes.clamp(min=0)).to(torch.uint8)
     multiplier = decode_e8m0(torch.where(codes == 255, codes, 254 - codes))
     return codes, multiplier

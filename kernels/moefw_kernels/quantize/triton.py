@@ -8,7 +8,6 @@ products with powers of two, which are exact. Column copies are written as rows 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,20 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 from moefw_kernels.casts import casts_fp8
-from moefw_kernels.quantize.formats import E2M1, Format
+from moefw_kernels.quantize.formats import E2M1, E4M3
 from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.reference import axis_of
 from moefw_kernels.quantize.rows import Scales
-from moefw_kernels.quantize.scales import BlockScales, Rounding, nvfp4_global_scale
+from moefw_kernels.quantize.scales import BlockScales, nvfp4_global_scale
 
 _EXACT: Final = tl.constexpr(0)
 _POWER_OF_TWO: Final = tl.constexpr(1)
-_RCEIL: Final = tl.constexpr(2)
-_FLOOR: Final = tl.constexpr(3)
-ROW_RULES: Final[Mapping[Scales, Any]] = {"fp32": _EXACT, "power_of_two": _POWER_OF_TWO, "e8m0": _RCEIL}
+_E8M0: Final = tl.constexpr(2)
+ROW_RULES: Final[Mapping[Scales, Any]] = {"fp32": _EXACT, "power_of_two": _POWER_OF_TWO, "e8m0": _E8M0}
 _INF: Final = tl.constexpr(0x7F800000)
 _NAN: Final = tl.constexpr(0x7FC00000)
 _FP32_MAX: Final = tl.constexpr(0x7F7FFFFF)
+_E4M3_MAX: Final = tl.constexpr(0x43E00000)
 _GAMMA: Final = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _FIRST: Final = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _SECOND: Final = tl.constexpr(0x94D049BB133111EB - (1 << 64))
@@ -54,13 +53,13 @@ def _magnitude(x):
 
 
 @triton.jit
-def _encode_fp8(x, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr):
-    """Codes of E4M3 or E5M2, rounded to nearest, in uint8. CVT: by a saturating instruction of the GPU."""
+def _encode_e4m3(x, CVT: tl.constexpr):
+    """Codes of E4M3, rounded to nearest, in uint8. CVT: by a saturating instruction of the GPU."""
     if CVT:
-        code = x.to(tl.float8e4nv if M == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         code = tl.where(_magnitude(x) > _INF, 0x7F, code)
     else:
-        code = _encode(x, None, M=M, LEAST=LEAST, MAX=MAX, SIGN=7, NAN=0x7F)
+        code = _encode(x, None, M=3, LEAST=-6, MAX=_E4M3_MAX, SIGN=7, NAN=0x7F)
     return code.to(tl.uint8)
 
 
@@ -90,10 +89,10 @@ def _divide(number: tl.constexpr, by):
 
 
 @triton.jit
-def _fp32_scale(amax, largest, TOP: tl.constexpr, RULE: tl.constexpr):
+def _fp32_scale(amax, largest, RULE: tl.constexpr):
     """Multiplier of numbers and the scale: ``scales.tensor_scale`` and its reciprocal."""
     finite = (amax > 0) & (amax < _INF)
-    multiplier = _divide(TOP, _float(tl.where(finite, amax, 0x3F800000)))
+    multiplier = _divide(448.0, _float(tl.where(finite, amax, 0x3F800000)))
     multiplier = tl.where(_bits(multiplier) == _INF, largest, multiplier)
     if RULE == _POWER_OF_TWO:
         multiplier = _float(_bits(multiplier) & -0x800000)
@@ -105,12 +104,11 @@ def _fp32_scale(amax, largest, TOP: tl.constexpr, RULE: tl.constexpr):
 
 
 @triton.jit
-def _e8m0_scale(amax, MAX: tl.constexpr, RULE: tl.constexpr):
-    """Multiplier of numbers and the E8M0 code: ``scales.mx_scale``. MAX: bits of the largest number."""
-    code = (amax >> 23) - ((MAX >> 23) - 127)
-    if RULE == _RCEIL:
-        code = tl.where((amax & 0x7FFFFF) > (MAX & 0x7FFFFF), code + 1, code)
-        code = tl.where(amax == _INF, 254, code)
+def _e8m0_scale(amax):
+    """Multiplier of numbers and the E8M0 code: ``scales.mx_scale``."""
+    code = (amax >> 23) - ((_E4M3_MAX >> 23) - 127)
+    code = tl.where((amax & 0x7FFFFF) > (_E4M3_MAX & 0x7FFFFF), code + 1, code)
+    code = tl.where(amax == _INF, 254, code)
     code = tl.where(amax > _INF, 255, tl.maximum(code, 0))
     # The multiplier is 2^(127 - code); for code 254 that is 2^-127, which is subnormal.
     multiplier = tl.where(code == 254, 0x00400000, (254 - code) << 23)
@@ -118,14 +116,10 @@ def _e8m0_scale(amax, MAX: tl.constexpr, RULE: tl.constexpr):
 
 
 @triton.jit
-def _quantize_tile(
-    tile, largest, B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
-    M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
-):  # fmt: skip
-    """Codes (R, C) and scales of a tile in blocks of 1 x B, or with SQUARE of one block of B x B.
+def _quantize_tile(tile, largest, B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, CVT: tl.constexpr):
+    """E4M3 codes (R, C) and scales of a tile in blocks of 1 x B, or with SQUARE of one block of B x B.
 
-    TOP is the largest number of the format, MAX its bits, M the bits of its mantissa, LEAST its smallest normal
-    exponent. ``largest`` is the largest number of the dtype of ``x``.
+    ``largest`` is the largest number of the dtype of ``x``.
     """
     R: tl.constexpr = tile.shape[0]
     C: tl.constexpr = tile.shape[1]
@@ -133,11 +127,11 @@ def _quantize_tile(
     amax = tl.max(_magnitude(blocks), axis=2, keep_dims=True)
     if SQUARE:
         amax = tl.max(amax, axis=0, keep_dims=True)
-    if RULE == _EXACT or RULE == _POWER_OF_TWO:  # noqa: SIM109
-        multiplier, scale = _fp32_scale(amax, largest, TOP, RULE)
+    if RULE == _E8M0:
+        multiplier, scale = _e8m0_scale(amax)
     else:
-        multiplier, scale = _e8m0_scale(amax, MAX, RULE)
-    code = tl.reshape(_encode_fp8(blocks * multiplier, M, LEAST, MAX, CVT), (R, C))
+        multiplier, scale = _fp32_scale(amax, largest, RULE)
+    code = tl.reshape(_encode_e4m3(blocks * multiplier, CVT), (R, C))
     S: tl.constexpr = 1 if SQUARE else R
     return code, tl.reshape(scale, (S, C // B))
 
@@ -148,21 +142,16 @@ def quantize_rows_tile(tile, largest, B: tl.constexpr, RULE: tl.constexpr, CVT: 
 
     RULE is one of ``ROW_RULES``, CVT the result of ``casts_fp8``.
     """
-    return _quantize_tile(
-        tile, largest, B=B, SQUARE=False, RULE=RULE, TOP=448.0, M=3, LEAST=-6, MAX=0x43E00000, CVT=CVT
-    )
+    return _quantize_tile(tile, largest, B=B, SQUARE=False, RULE=RULE, CVT=CVT)
 
 
 @triton.jit
 def _store_blocks(
     tile, r0, c0, rows, columns, codes, scales, largest,
-    B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, TOP: tl.constexpr,
-    M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
+    B: tl.constexpr, SQUARE: tl.constexpr, RULE: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store a tile of a (rows, columns) matrix in blocks along its columns, or in one block of B x B."""
-    code, scale = _quantize_tile(
-        tile, largest, B=B, SQUARE=SQUARE, RULE=RULE, TOP=TOP, M=M, LEAST=LEAST, MAX=MAX, CVT=CVT
-    )
+    code, scale = _quantize_tile(tile, largest, B=B, SQUARE=SQUARE, RULE=RULE, CVT=CVT)
     _store(codes, code, r0, c0, rows, columns)
     first = r0 // B if SQUARE else r0
     height = tl.cdiv(rows, B) if SQUARE else rows
@@ -200,7 +189,7 @@ def _blocks_kernel(
     x, row_codes, row_scales, column_codes, column_scales,
     rows, columns, x_stride, r_stride, c_stride, largest,
     R: tl.constexpr, C: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr, BOTH: tl.constexpr, RULE: tl.constexpr,
-    TOP: tl.constexpr, M: tl.constexpr, LEAST: tl.constexpr, MAX: tl.constexpr, CVT: tl.constexpr,
+    CVT: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of a matrix in blocks along columns, and with BOTH also along rows, from one read.
 
@@ -212,14 +201,14 @@ def _blocks_kernel(
     row_scales += matrix * (tl.cdiv(rows, B) if SQUARE else rows) * tl.cdiv(columns, B)
     _store_blocks(
         tile, r0=r0, c0=c0, rows=rows, columns=columns, codes=row_codes, scales=row_scales, largest=largest,
-        B=B, SQUARE=SQUARE, RULE=RULE, TOP=TOP, M=M, LEAST=LEAST, MAX=MAX, CVT=CVT,
+        B=B, SQUARE=SQUARE, RULE=RULE, CVT=CVT,
     )  # fmt: skip
     if BOTH:
         column_codes += matrix * rows * columns
         column_scales += matrix * columns * tl.cdiv(rows, B)
         _store_blocks(
             tl.trans(tile), r0=c0, c0=r0, rows=columns, columns=rows, codes=column_codes, scales=column_scales,
-            largest=largest, B=B, SQUARE=SQUARE, RULE=RULE, TOP=TOP, M=M, LEAST=LEAST, MAX=MAX, CVT=CVT,
+            largest=largest, B=B, SQUARE=SQUARE, RULE=RULE, CVT=CVT,
         )  # fmt: skip
 
 
@@ -263,7 +252,7 @@ def _nvfp4_kernel(
     inside = place < count
     unrounded = _float(amax) * tl.load(encoders + level, mask=inside, other=1.0)
     unrounded = _float(tl.where(amax >= _INF, _NAN, _bits(unrounded)))
-    scale = _encode(unrounded, 0.0 if UP else None, 3, -6, 0x43E00000, 7, 0x7F)
+    scale = _encode(unrounded, 0.0 if UP else None, 3, -6, _E4M3_MAX, 7, 0x7F)
     fraction = (scale & 7).to(tl.float32) * 0.001953125
     value = _float(tl.where(scale < 8, _bits(fraction), (((scale >> 3) + 120) << 23) | ((scale & 7) << 20)))
     value = value * tl.load(decoders + level, mask=inside, other=1.0)
@@ -292,24 +281,24 @@ def _nvfp4_kernel(
            r0 // 16 if SQUARE else r0, c0 // 16, height, tl.cdiv(columns, 16))  # fmt: skip
 
 
-def quantize_fp8(x: Tensor, block: tuple[int, int], fmt: Format, power_of_two: bool) -> Quantized:
+def quantize_fp8(x: Tensor, block: tuple[int, int], power_of_two: bool) -> Quantized:
     """Implement ``reference.quantize_fp8``."""
-    return _blocks(x, block, fmt, _POWER_OF_TWO if power_of_two else _EXACT)
+    return _blocks(x, block, _POWER_OF_TWO if power_of_two else _EXACT)
 
 
-def quantize_fp8_both(x: Tensor, fmt: Format, power_of_two: bool) -> tuple[Quantized, Quantized]:
+def quantize_fp8_both(x: Tensor, power_of_two: bool) -> tuple[Quantized, Quantized]:
     """Implement ``reference.quantize_fp8_both``."""
-    return _both(x, 128, fmt, _POWER_OF_TWO if power_of_two else _EXACT)
+    return _both(x, 128, _POWER_OF_TWO if power_of_two else _EXACT)
 
 
-def quantize_mxfp8(x: Tensor, block: tuple[int, int], fmt: Format, rounding: Rounding) -> Quantized:
+def quantize_mxfp8(x: Tensor, block: tuple[int, int]) -> Quantized:
     """Implement ``reference.quantize_mxfp8``."""
-    return _blocks(x, block, fmt, _RCEIL if rounding == "rceil" else _FLOOR)
+    return _blocks(x, block, _E8M0)
 
 
-def quantize_mxfp8_both(x: Tensor, fmt: Format, rounding: Rounding) -> tuple[Quantized, Quantized]:
+def quantize_mxfp8_both(x: Tensor) -> tuple[Quantized, Quantized]:
     """Implement ``reference.quantize_mxfp8_both``."""
-    return _both(x, 32, fmt, _RCEIL if rounding == "rceil" else _FLOOR)
+    return _both(x, 32, _E8M0)
 
 
 def quantize_nvfp4(
@@ -341,25 +330,25 @@ def _nvfp4(
     return Quantized(codes, scales, E2M1, (height, 16), -1, tuple(x.shape), decoder)
 
 
-def _blocks(x: Tensor, block: tuple[int, int], fmt: Format, rule: Any) -> Quantized:
+def _blocks(x: Tensor, block: tuple[int, int], rule: Any) -> Quantized:
     """``x`` in blocks along rows, along columns, or in square blocks."""
     if axis_of(block) == -2:
-        return _launch(x.mT, block[0], fmt, rule, square=False)[0].mT
-    return _launch(x, block[1], fmt, rule, square=block[0] > 1)[0]
+        return _launch(x.mT, block[0], rule, square=False)[0].mT
+    return _launch(x, block[1], rule, square=block[0] > 1)[0]
 
 
-def _both(x: Tensor, size: int, fmt: Format, rule: Any) -> tuple[Quantized, Quantized]:
+def _both(x: Tensor, size: int, rule: Any) -> tuple[Quantized, Quantized]:
     """``x`` in blocks of 1 x size, and of size x 1."""
-    row, column = _launch(x, size, fmt, rule, square=False, both=True)
+    row, column = _launch(x, size, rule, square=False, both=True)
     return row, column.mT
 
 
-def _launch(x: Tensor, size: int, fmt: Format, rule: Any, *, square: bool, both: bool = False) -> tuple[Quantized, ...]:
+def _launch(x: Tensor, size: int, rule: Any, *, square: bool, both: bool = False) -> tuple[Quantized, ...]:
     """``x`` in blocks along its last axis, and with ``both`` its transpose in blocks along *its* last axis."""
     x_BRC = _matrices(x)
     num, rows, columns = x_BRC.shape
     x_stride, r_stride, c_stride = x_BRC.stride()
-    scale_dtype = torch.float32 if rule in (_EXACT, _POWER_OF_TWO) else torch.uint8
+    scale_dtype = torch.uint8 if rule == _E8M0 else torch.float32
     outputs: list[tuple[Tensor, Tensor]] = []
     for matrix in (x, x.mT) if both else (x,):
         *leading, height, width = matrix.shape
@@ -390,10 +379,6 @@ def _launch(x: Tensor, size: int, fmt: Format, rule: Any, *, square: bool, both:
             SQUARE=square,
             BOTH=both,
             RULE=rule,
-            TOP=fmt.max,
-            M=fmt.mantissa_bits,
-            LEAST=fmt.min_exponent,
-            MAX=struct.unpack("i", struct.pack("f", fmt.max))[0],
             CVT=casts_fp8(x.device),
             num_warps=warps,
         )
@@ -404,9 +389,9 @@ def _launch(x: Tensor, size: int, fmt: Format, rule: Any, *, square: bool, both:
             scales = scales.view(torch.float8_e8m0fnu)
         results.append(
             Quantized(
-                codes=codes.view(fmt.dtype),
+                codes=codes.view(E4M3.dtype),
                 scales=scales,
-                fmt=fmt,
+                fmt=E4M3,
                 block=block,
                 axis=-1,
                 shape=tuple(codes.shape),
