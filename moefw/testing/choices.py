@@ -117,21 +117,6 @@ def switch(shares: Tensor, best: Tensor) -> Tensor:
     return loss * num_experts / (best.shape[1] * max(1, tokens) ** 2)
 
 
-def fair_beta(logits: Tensor, beta_E: Tensor, top_k: int) -> Tensor:
-    """Beta that would have given each expert its fair share of these tokens (N >= 1), expert by expert.
-
-    It is the ``floor(N K / E) + 1``-th largest ``logit - alpha``; alpha is a token's ``K + 1``-th largest
-    ``logit - beta``.
-    """
-    tokens, num_experts = logits.shape
-    alpha = [sorted((logits[t] - beta_E).tolist(), reverse=True)[top_k] for t in range(tokens)]
-    place = tokens * top_k // num_experts
-    margins = [
-        sorted((logits[t, e].item() - alpha[t] for t in range(tokens)), reverse=True) for e in range(num_experts)
-    ]
-    return torch.tensor([margin[place] for margin in margins], dtype=torch.float64)
-
-
 def within_capacity(chosen: Tensor, weights: Tensor, num_experts: int, rule: Rule) -> Tensor:
     """One rank's choices, at most ``ceil(T K / E * factor)`` per expert; dropped ones are -1."""
     assert rule.capacity is not None

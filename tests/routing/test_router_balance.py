@@ -21,7 +21,7 @@ from moefw.core.stages import Routing
 from moefw.plugins.routers.topk.losses import sequences
 from moefw.plugins.routers.topk.options import Balance
 from moefw.runtime.parallel.sequence_cut import SequenceCut
-from moefw.testing.choices import Rule, fair_beta, route
+from moefw.testing.choices import Rule, route
 
 
 def summed(routings: Sequence[Routing]) -> dict[str, Tensor]:
@@ -96,6 +96,21 @@ class TestGlobalBatch:
         assert routing.stats["tokens_per_expert"][0] == 24
         assert routing.stats["global_choices"][0] < 24
         assert routing.stats["global_choices"].sum() == 48
+
+
+def fair_beta(logits: Tensor, beta_E: Tensor, top_k: int) -> Tensor:
+    """Beta that would have given each expert its fair share of these tokens (N >= 1), expert by expert.
+
+    It is the ``floor(N K / E) + 1``-th largest ``logit - alpha``; alpha is a token's ``K + 1``-th largest
+    ``logit - beta``.
+    """
+    tokens, num_experts = logits.shape
+    alpha = [sorted((logits[t] - beta_E).tolist(), reverse=True)[top_k] for t in range(tokens)]
+    place = tokens * top_k // num_experts
+    margins = [
+        sorted((logits[t, e].item() - alpha[t] for t in range(tokens)), reverse=True) for e in range(num_experts)
+    ]
+    return torch.tensor([margin[place] for margin in margins], dtype=torch.float64)
 
 
 class TestQuantile:

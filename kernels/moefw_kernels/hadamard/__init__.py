@@ -7,15 +7,16 @@ from torch import Tensor
 
 from moefw_kernels.devices import takes_kernels
 from moefw_kernels.hadamard import reference
-from moefw_kernels.hadamard.reference import SIZE, hadamard_matrix
+from moefw_kernels.hadamard.reference import SIZE
 
-__all__ = ["SIZE", "hadamard", "hadamard_matrix"]
+__all__ = ["SIZE", "hadamard"]
 
 
 def hadamard(x: Tensor, *, axis: int = -1) -> Tensor:
-    """``x`` (..., R, C) with every 16 numbers along ``axis``, -1 or -2, multiplied by ``hadamard_matrix()``.
+    """``x`` (..., R, C) with every 16 numbers along ``axis``, -1 or -2, multiplied by ``diag(signs) @ H / 4``.
 
-    Computed in fp32, rounded once to the dtype of ``x``; contiguous along ``axis``. The matrix is orthogonal, so
+    H is Sylvester's matrix in natural order, and the signs are those of Transformer Engine. Computed in fp32, rounded
+    once to the dtype of ``x``; contiguous along ``axis``. The matrix is orthogonal, so
     ``hadamard(a) @ hadamard(b, axis=-2)`` is ``a @ b`` up to rounding. Not differentiable. Source: ``_apply_rht`` in
     ``reference_nvfp4.py`` of Transformer Engine.
 

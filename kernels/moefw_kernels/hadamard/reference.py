@@ -11,14 +11,6 @@ SIZE: Final = 16
 SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-def hadamard_matrix(device: torch.device | None = None) -> Tensor:
-    """``diag(signs) @ H / 4``: (16, 16) fp32, orthogonal, with Sylvester's matrix H in natural order."""
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < SIZE:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix * torch.tensor(SIGNS, device=device).unsqueeze(1) / 4
-
-
 def hadamard(x: Tensor) -> Tensor:
     """Transform the last dimension in fp32 and return the result in the dtype of ``x``."""
     groups = x.float().unflatten(-1, (x.shape[-1] // SIZE, SIZE)) * torch.tensor(

@@ -26,13 +26,10 @@ class HostStates(OptimizerStates):
         self.transfers = transfers
         self.allocate = allocate
         self.bucket_bytes = bucket_bytes
-        self.host_bytes = 0
-        """Bytes of states. None of them are on the device between steps."""
 
     def room(self, parameter: Tensor) -> Tensor:
         """Zeros in host memory. Raises RunError where there is no room."""
         nbytes = parameter.numel() * self.dtype.itemsize
-        self.host_bytes += nbytes
         return self.allocate(nbytes).view(self.dtype).view(parameter.shape).zero_()
 
 
