@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+LINE_EVERY_S = 10.0
 _SMOOTHING = 0.95
 """Decay of the smoothed loss, which averages over about 20 steps."""
 _RATE_STEPS = 100
@@ -58,7 +59,7 @@ class Progress:
     ``start_step`` is the number of steps done before, ``total_steps`` the step at which the run ends. On a terminal
     one line is redrawn: the loss smoothed over about 20 steps, tokens per second, balance (tokens of the busiest
     expert over the mean: 1.00 is even), the last evaluation, elapsed time, time left. Parts that do not fit are left
-    out. Elsewhere the first and last steps print a line each, and those between at most one every ``line_every_s``
+    out. Elsewhere the first and last steps print a line each, and those between at most one every ``LINE_EVERY_S``
     seconds; there the loss is that of the step, as in ``metrics.jsonl``.
     """
 
@@ -68,13 +69,11 @@ class Progress:
         total_steps: int,
         start_step: int,
         console: Console | None = None,
-        line_every_s: float = 10.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total_steps = total_steps
         self._start_step = start_step
         self._console = console or Console()
-        self._line_every_s = line_every_s
         self._now = now
         self._start_s = now()
         self._marks: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
@@ -129,7 +128,7 @@ class Progress:
             load_max_over_mean=load_max_over_mean,
             lr=lr,
         )
-        due = self._line_step is None or step >= self._total_steps or self._now() - self._line_s >= self._line_every_s
+        due = self._line_step is None or step >= self._total_steps or self._now() - self._line_s >= LINE_EVERY_S
         if not self._live and due:
             self._print_line(seen)
 

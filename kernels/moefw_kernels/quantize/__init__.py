@@ -68,15 +68,12 @@ def quantize_tensor(
     *,
     fmt: Format = E4M3,
     scale: Tensor | None = None,
-    margin: int = 0,
-    power_of_two: bool = False,
     ends_e: Tensor | None = None,
 ) -> Quantized:
     """``x`` (..., R, C) in E4M3 or E5M2 with an fp32 scale for each matrix, or one if ``scale`` has shape ().
 
     ``scale``, of shape () or of the leading dimensions, multiplies ``x`` before the cast, as ``delayed_scale`` returns
-    it; None takes ``tensor_scale`` of each matrix, with ``margin`` and ``power_of_two``. Runs as PyTorch operations on
-    every device.
+    it; None takes ``tensor_scale`` of each matrix. Runs as PyTorch operations on every device.
 
     With ``ends_e``, int32, the rows ``(R, C)`` form groups that end there. Each group has one scale, from ``scale``
     ``(e,)`` or from its largest magnitude, so that its codes and scale are those that it would have alone. Rows past
@@ -93,7 +90,7 @@ def quantize_tensor(
         raise ValueError(f"ends_e divides the rows of one matrix (R, C), and x is {tuple(x.shape)}")
     if scale is not None and scale.shape != groups and (scale.ndim or ends_e is not None):
         raise ValueError(f"scale has shape {tuple(scale.shape)}; give one for each of what it serves: {tuple(groups)}")
-    return reference.quantize_tensor(x, fmt, scale, margin, power_of_two, ends_e)
+    return reference.quantize_tensor(x, fmt, scale, ends_e)
 
 
 def quantize_fp8(x: Tensor, *, block: Block, power_of_two: bool = True) -> Quantized:

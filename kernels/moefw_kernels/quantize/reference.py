@@ -13,14 +13,11 @@ from moefw_kernels.quantize.scales import BlockScales, mx_scale, nvfp4_global_sc
 from moefw_kernels.random import uniform
 
 
-def quantize_tensor(
-    x: Tensor, fmt: Format, scale: Tensor | None, margin: int, power_of_two: bool, ends_e: Tensor | None
-) -> Quantized:
+def quantize_tensor(x: Tensor, fmt: Format, scale: Tensor | None, ends_e: Tensor | None) -> Quantized:
     """Quantize with one scale for each matrix or each group of rows."""
     if scale is None:
         amax = matrix_amax(x) if ends_e is None else group_amax(x, ends_e)
-        largest = torch.finfo(x.dtype).max
-        scale = tensor_scale(amax, fmt, margin=margin, power_of_two=power_of_two, largest=largest)
+        scale = tensor_scale(amax, fmt, largest=torch.finfo(x.dtype).max)
     if ends_e is not None:
         group_R = group_of_row(ends_e, len(x))
         x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)

@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+LINE_EVERY_S = 10.0
+
 
 @final
 class EncodingProgress:
     """Counts encoded bytes out of ``total``; a context manager. Writes to standard error.
 
-    If that is no terminal, an encoding that takes less than ``line_every_s`` seconds prints nothing.
+    If that is no terminal, an encoding that takes less than ``LINE_EVERY_S`` seconds prints nothing.
     """
 
     def __init__(
@@ -23,13 +25,11 @@ class EncodingProgress:
         total: int,
         *,
         console: Console | None = None,
-        line_every_s: float = 10.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total
         self._done = 0
         self._console = console or Console(stderr=True)
-        self._line_every_s = line_every_s
         self._now = now
         self._start_s = self._line_s = now()
         columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TextColumn("left"), TimeRemainingColumn())
@@ -52,7 +52,7 @@ class EncodingProgress:
         now_s = self._now()
         if self._bar:
             self._bar.advance(self._bar.task_ids[0], count)
-        elif now_s - self._line_s >= self._line_every_s:
+        elif now_s - self._line_s >= LINE_EVERY_S:
             self._line_s = now_s
             left_s = round((now_s - self._start_s) * (self._total / self._done - 1))
             done = self._done / 1e6
