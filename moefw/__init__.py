@@ -88,6 +88,10 @@ _MODULES = (
 """The modules of the public names. They are imported at first use: ``import moefw`` takes no time and no torch."""
 
 
+_RENAMED = {"MemoryPlugin": "MemoryPolicyPlugin", "OptimizerMemoryPlugin": "OptimizerMemoryPolicyPlugin"}
+"""Names of version 2 of the hook interface. A plugin that has one fails to import, with the new name in the message."""
+
+
 def __getattr__(name: str) -> Any:
     """Public name, from the first module that has it."""
     if name in __all__:
@@ -96,7 +100,8 @@ def __getattr__(name: str) -> Any:
             if hasattr(home, name):
                 globals()[name] = value = getattr(home, name)  # found without this function from now on
                 return value
-    raise AttributeError(f"module 'moefw' has no attribute {name!r}")
+    hint = f", which is {_RENAMED[name]} since version 3 of the hook interface" if name in _RENAMED else ""
+    raise AttributeError(f"module 'moefw' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

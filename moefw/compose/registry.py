@@ -363,11 +363,12 @@ def _check_api(module: Any, label: str) -> None:
     if versions is None:
         return
     try:
-        fits = SpecifierSet(versions).contains(hooks.API_VERSION)
+        written_for = SpecifierSet(versions)
     except (InvalidSpecifier, TypeError) as error:
         raise PluginError(
             f"plugin {label} states moefw_api = {versions!r}, which is no version range.", "For example '>=3,<4'."
         ) from error
-    if not fits:
+    if not written_for.contains(hooks.API_VERSION):
+        changes = (text for version, text in hooks.CHANGES.items() if written_for.contains(version))
         what = f"plugin {label} is written for hook API {versions}; this moefw has {hooks.API_VERSION}."
-        raise PluginError(what, f"Install a version of it, or of moefw, that fits. {hooks.CHANGES}")
+        raise PluginError(what, " ".join(("Install a version of it, or of moefw, that fits.", *changes)))

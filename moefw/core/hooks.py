@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 API_VERSION = "3.0"
 """Version of the hook interface. A plugin's ``moefw_api = ">=3,<4"`` is checked against it before use."""
 
-CHANGES: Final = "docs/guides/kinds.md says what an author changes from 2 to 3."
+CHANGES: Final[Mapping[str, str]] = {
+    "2.0": "docs/guides/kinds.md says what its author changes.",
+}
 """What a message says to the author of a plugin for an earlier version."""
 
 hookspec = pluggy.HookspecMarker("moefw")

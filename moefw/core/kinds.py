@@ -180,7 +180,7 @@ _TABLE: Final = (
         base=DataSourcePlugin,
         contract="moefw.core.data:DataSource",
         summary="Where text and its token ids come from.",
-        why_not="There is no suite yet; docs/data.md has the contract.",
+        guide="guides/write-a-data-source.md",
     ),
     Kind(
         name="optimizer",

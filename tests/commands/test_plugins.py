@@ -151,7 +151,16 @@ BROKEN = {
     ),
     "is for another api": (
         'moefw_api = ">=2,<3"\n' + dispatcher("broken", "pass"),
-        f"is written for hook API >=2,<3; this moefw has {moefw.API_VERSION}",
+        f"is written for hook API >=2,<3; this moefw has {moefw.API_VERSION}."
+        "Install a version of it, or of moefw, that fits. docs/guides/kinds.md says what its author changes",
+    ),
+    "written for a later version": (
+        'moefw_api = ">=4"\n' + dispatcher("broken", "pass"),
+        f"is written for hook API >=4; this moefw has {moefw.API_VERSION}.Install a version of it, or of moefw, that fits.",
+    ),
+    "a name of an earlier version": (
+        "import moefw\nmoefw.MemoryPlugin",
+        "has no attribute 'MemoryPlugin', which is MemoryPolicyPlugin since version 3 of the hook interface",
     ),
     "returns the wrong class": (
         dispatcher("broken", "pass").replace("moefw_dispatchers", "moefw_routers"),

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import pytest
 import test_attention_suite
 import test_context_parallel_suite
+import test_data_source_suite
 import test_gemm_suite
 import test_layout_suite
 import test_memory_policy_suite
@@ -23,6 +24,7 @@ from broken_dispatchers import BROKEN as BROKEN_DISPATCHERS
 from moefw.testing import (
     AttentionSuite,
     ContextParallelSuite,
+    DataSourceSuite,
     DispatcherSuite,
     GemmSuite,
     LayoutSuite,
@@ -50,6 +52,7 @@ OTHER_CASES_OF_AN_ASSERTION = {
 CHECKS: list[tuple[type[Suite], Collection[str]]] = [
     (AttentionSuite, [check for _, check, _ in test_attention_suite.BROKEN]),
     (ContextParallelSuite, [check for _, check, _ in test_context_parallel_suite.BROKEN]),
+    (DataSourceSuite, [check for _, check, _ in test_data_source_suite.BROKEN]),
     (DispatcherSuite, [broken.check.removeprefix("test_") for broken in BROKEN_DISPATCHERS.values()]),
     (GemmSuite, [check for _, check, _ in test_gemm_suite.BROKEN]),
     (LayoutSuite, [check for _, check, _ in test_layout_suite.BROKEN]),

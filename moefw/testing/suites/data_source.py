@@ -1,0 +1,198 @@
+"""The contract of data sources: ``class TestMine(DataSourceSuite): plugin = Mine; files = staticmethod(write)``."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import pytest
+from attrs import frozen
+from numpy.typing import NDArray
+
+from moefw.core.data import DataSource, TokenStream
+from moefw.core.errors import DataError
+from moefw.core.kinds import kind_of
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.base import Suite
+
+MOST: Final = 1 << 16
+"""Number of tokens of a stream that are read."""
+
+
+@frozen
+class _Prepared:
+    """Data that are prepared in ``cache``, and the layer case whose spec names them."""
+
+    layer_case: LayerCase
+    cache: Path
+    data: DataSource
+
+    def streams(self) -> tuple[tuple[str, TokenStream], ...]:
+        return ("train", self.data.train), ("heldout", self.data.heldout)
+
+
+class DataSourceSuite(Suite):
+    """Tests a data source against its contract.
+
+    ``files`` writes files to a folder, and returns the options that name them. None: ``options`` are all.
+    """
+
+    files: ClassVar[Callable[[Path], Mapping[str, Any]] | None] = None
+
+    def test_ids_are_those_of_the_vocabulary(self) -> None:
+        """A read returns so many ids, int64, from 0 to the size of the vocabulary."""
+        with self._prepared() as prepared:
+            for side, stream in prepared.streams():
+                assert len(stream) > 0, f"{self.plugin.name}: {side} has no tokens."
+                ids = _read(stream, 0, MOST)
+                count = min(MOST, len(stream))
+                right = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.shape == (count,)
+                what = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
+                assert right, f"{self.plugin.name}: a read of {count} ids of {side} returns {what}."
+                size = prepared.data.vocab_size
+                inside = ids.min() >= 0 and ids.max() < size
+                says = f"{self.plugin.name}: ids of {side} go from {ids.min()} to {ids.max()}"
+                assert inside, f"{says}, and the vocabulary has {size}."
+
+    def test_a_read_depends_on_its_position_alone(self) -> None:
+        """A run that resumes reads from the middle on, and each rank reads other parts."""
+        with self._prepared() as prepared:
+            for side, stream in prepared.streams():
+                ids = _read(stream, 0, MOST)
+                for start in reversed(range(0, len(ids), max(1, len(ids) // 7))):
+                    part = _read(stream, start, 5)
+                    same = np.array_equal(part, ids[start : start + 5])
+                    assert same, f"{self.plugin.name}: token {start} of {side} is another one if it is read alone."
+
+    def test_documents_start_inside_the_range_that_is_asked_for(self) -> None:
+        """Starts are ascending positions, and those of a part are among those of the whole."""
+        with self._prepared() as prepared:
+            for side, stream in prepared.streams():
+                count = min(MOST, len(stream))
+                whole = stream.document_starts(0, count)
+                if whole is None:
+                    pytest.skip(f"{self.plugin.name} does not know where documents start")
+                ascends = bool((np.diff(whole) > 0).all()) and not ((whole < 0) | (whole >= count)).any()
+                assert ascends, f"{self.plugin.name}: document starts of {side} are no ascending positions: {whole}."
+                middle = count // 2
+                part = stream.document_starts(middle, count - middle)
+                same = part is not None and np.array_equal(part, whole[whole >= middle])
+                assert same, f"{self.plugin.name}: from token {middle} on, {side} has other document starts."
+
+    def test_text_becomes_ids_of_the_vocabulary_and_ids_become_text(self) -> None:
+        """``generate`` encodes a prompt, and an evaluation divides by the bytes of the held-out text."""
+        with self._prepared() as prepared:
+            data = prepared.data
+            ids = data.encode("one two")
+            inside = all(0 <= each < data.vocab_size for each in ids)
+            assert inside, f"{self.plugin.name}: encode returns {ids}, and the vocabulary has {data.vocab_size}."
+            text = data.decode(_read(data.heldout, 0, 9).tolist())
+            assert isinstance(text, str), f"{self.plugin.name}: decode returns {type(text).__name__}, no text."
+            count = len(data.heldout_bytes)
+            says = f"{self.plugin.name}: num_heldout_bytes is {data.num_heldout_bytes}"
+            assert data.num_heldout_bytes == count, f"{says}, and there are {count}."
+
+    def test_data_that_are_prepared_again_are_the_same(self) -> None:
+        """In another cache, as on another machine, too."""
+        with self._prepared() as prepared:
+            before = _digests(prepared.data)
+            for place, cache in (("the same cache", prepared.cache), ("an empty cache", prepared.cache / "other")):
+                again = _digests(_prepare(prepared.layer_case, cache))
+                changed = [name for name, value in before.items() if again[name] != value]
+                assert not changed, f"{self.plugin.name}: prepared again in {place}, other {', '.join(changed)}."
+
+    def test_files_in_the_cache_are_used_again(self) -> None:
+        """A later run writes none of them anew."""
+        with self._prepared() as prepared:
+            before = _written(prepared.cache)
+            _prepare(prepared.layer_case, prepared.cache)
+            after = _written(prepared.cache)
+            anew = sorted(path.name for path in after if before.get(path) != after[path])
+            assert not anew, f"{self.plugin.name}: prepared again, it writes {', '.join(anew)} anew."
+
+    def test_all_ranks_read_the_same(self) -> None:
+        """They prepare at once, in one cache that is empty at first."""
+        if 2 not in self.profile.worlds:
+            pytest.skip(f"{self.plugin.name} runs on none but {self.profile.worlds} ranks")
+        with self._prepared() as prepared:
+            case, cache = prepared.layer_case, prepared.cache / "ranks"
+            first, second = self.pool.run(_digests_of, 2, case, cache)
+            differ = [name for name, value in first.items() if second[name] != value]
+            assert not differ, f"{self.plugin.name}: ranks differ in {', '.join(differ)}."
+
+    def test_files_that_are_not_there_are_a_data_error(self) -> None:
+        """The error is the user's, and not a fault of the plugin."""
+        if type(self).files is None:
+            pytest.skip(f"{self.plugin.name} has no files that the suite could remove")
+        with self._folders() as (files, cache):
+            case = self._case(files)
+            shutil.rmtree(files)
+            try:
+                _prepare(case, cache)
+            except DataError:
+                return
+            except Exception as error:
+                what = f"{self.plugin.name}: files that are not there raise {type(error).__name__}: {error}"
+                raise AssertionError(f"{what}, not DataError.") from error
+            raise AssertionError(f"{self.plugin.name}: files that are not there raise nothing.")
+
+    @contextmanager
+    def _prepared(self) -> Iterator[_Prepared]:
+        """Yield prepared data, whose files are removed in the end."""
+        with self._folders() as (files, cache):
+            case = self._case(files)
+            yield _Prepared(case, cache, _prepare(case, cache))
+
+    @contextmanager
+    def _folders(self) -> Iterator[tuple[Path, Path]]:
+        """Yield folders for files, and for the cache."""
+        with tempfile.TemporaryDirectory() as folder:
+            files, cache = Path(folder, "files"), Path(folder, "cache")
+            files.mkdir()
+            cache.mkdir()
+            yield files, cache
+
+    def _case(self, folder: Path) -> LayerCase:
+        """Layer case whose spec names files that are written to ``folder``."""
+        files = type(self).files
+        options = {} if files is None else files(folder)
+        section = kind_of(self.plugin).spec({**self.chosen, **options})
+        return LayerCase(parts={**self.parts, **section}, plugins=(self.plugin,))
+
+
+def _prepare(case: LayerCase, cache: Path) -> DataSource:
+    return case.resolve().parts.data.prepare(cache)
+
+
+def _read(stream: TokenStream, start: int, count: int) -> NDArray[np.int64]:
+    """Ids from ``start``, at most so many."""
+    return stream.read(start, min(count, len(stream) - start))
+
+
+def _digests(data: DataSource) -> dict[str, Any]:
+    """What ranks agree on, by name."""
+    return {
+        "digest": data.digest,
+        "fingerprint": data.fingerprint,
+        "vocab_size": data.vocab_size,
+        "ids to train on": hashlib.sha256(_read(data.train, 0, MOST).tobytes()).hexdigest(),
+        "ids held out": hashlib.sha256(_read(data.heldout, 0, MOST).tobytes()).hexdigest(),
+        "held-out text": hashlib.sha256(data.heldout_bytes).hexdigest(),
+    }
+
+
+def _digests_of(case: LayerCase, cache: Path) -> dict[str, Any]:
+    """:func:`_digests` of data that this rank prepares."""
+    return _digests(_prepare(case, cache))
+
+
+def _written(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Inode and time of the last write of each file."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}

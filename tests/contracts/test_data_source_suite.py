@@ -1,0 +1,113 @@
+"""The suite of data sources: the built-in ones pass it, and those that are broken on purpose do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import broken_data_sources as broken
+from megatron_cases import bytes_of, write_pair
+from moefw.plugins.data.blend import Blend
+from moefw.plugins.data.megatron import Megatron
+from moefw.plugins.data.rows import JsonLines, Parquet
+from moefw.plugins.data.text import Text
+from moefw.testing.suites.data_source import DataSourceSuite
+
+LINES = [f"line {number} of many" for number in range(200)]
+
+
+def lines(folder: Path) -> Mapping[str, Any]:
+    path = folder / "lines.txt"
+    path.write_text("\n".join(LINES))
+    return {"path": str(path)}
+
+
+def texts(folder: Path) -> Mapping[str, Any]:
+    for number, line in enumerate(LINES):
+        (folder / f"{number}.txt").write_text(line)
+    return {"path": str(folder)}
+
+
+def rows(folder: Path) -> Mapping[str, Any]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+    return {"path": str(path)}
+
+
+def table(folder: Path) -> Mapping[str, Any]:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": LINES}), folder / "rows.parquet")
+    return {"path": str(folder / "rows.parquet")}
+
+
+def pair(folder: Path) -> Mapping[str, Any]:
+    return {"path": str(write_pair(folder / "pair", bytes_of(*LINES))), "tokenizer": "bytes"}
+
+
+def two(folder: Path) -> Mapping[str, Any]:
+    (folder / "texts").mkdir()
+    parts = [{"use": "text", **texts(folder / "texts"), "weight": 2}, {"use": "jsonl", **rows(folder)}]
+    return {"parts": parts}
+
+
+BROKEN: list[tuple[Any, str, str]] = [
+    (broken.ReadsInt32, "ids_are", "ids of train returns int32 ("),
+    (broken.CountsFromOneThousand, "ids_are", "and the vocabulary has 256."),
+    (broken.GoesOnWhereItWas, "a_read_depends", "of train is another one if it is read alone."),
+    (broken.DrawsAnOrder, "data_that_are", "prepared again in the same cache, other ids to train on, ids held out."),
+    (broken.StartsEverywhere, "documents_start", "document starts of train are no ascending positions"),
+    (broken.ForgetsAByte, "text_becomes", "num_heldout_bytes is "),
+    (broken.EncodesOutside, "text_becomes", ", 256], and the vocabulary has 256."),
+    (broken.WritesAnew, "files_in_the_cache", "prepared again, it writes heldout, train anew."),
+    (broken.WritesTheTime, "data_that_are", "prepared again in an empty cache, other ids to train on"),
+    (broken.AsksItsRank, "all_ranks", "ranks differ in ids to train on, ids held out."),
+    (broken.LetsErrorsThrough, "files_that_are_not", "raise FileNotFoundError"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "check", "says"), BROKEN, ids=[f"{each[0].name}-{each[1]}" for each in BROKEN])
+def test_what_is_broken_is_caught_and_named(
+    must_catch: Callable[..., None], plugin: Any, check: str, says: str
+) -> None:
+    must_catch(DataSourceSuite, plugin, check, says, files=staticmethod(lines))
+
+
+class TestSound(DataSourceSuite):
+    plugin = broken.Sound
+    files = staticmethod(lines)
+
+
+class TestText(DataSourceSuite):
+    plugin = Text
+    files = staticmethod(texts)
+
+
+class TestTextOfOneFileInABPE(DataSourceSuite):
+    plugin = Text
+    options = {"tokenizer": "bpe-300"}
+    files = staticmethod(lines)
+
+
+class TestJsonLines(DataSourceSuite):
+    plugin = JsonLines
+    files = staticmethod(rows)
+
+
+class TestParquet(DataSourceSuite):
+    plugin = Parquet
+    files = staticmethod(table)
+
+
+class TestMegatron(DataSourceSuite):
+    plugin = Megatron
+    files = staticmethod(pair)
+
+
+class TestBlend(DataSourceSuite):
+    plugin = Blend
+    files = staticmethod(two)
