@@ -59,4 +59,4 @@ class _SpoilsGradient(torch.autograd.Function):
 @frozen
 class Faulty(Plain):
     name: ClassVar[str] = "faulty"
-    runtime = FaultyExperts
+    made = FaultyExperts
