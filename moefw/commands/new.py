@@ -124,11 +124,11 @@ def _sources(kind: str) -> dict[Path, Path]:
 
 def _write(kind: str, names: Names, into: Path) -> Path:
     """Write the package to a temporary folder and rename that, so that it appears whole or not at all."""
-    one = KINDS[kind].one
+    with_article = KINDS[kind].one
     pieces = {word: (TEMPLATES / kind / file).read_text(encoding="utf-8").rstrip() for word, file in PIECES.items()}
     words = {
         **pieces,
-        "{one}": one[0].upper() + one[1:],
+        "{one}": with_article[0].upper() + with_article[1:],
         "{kind}": KINDS[kind].noun,
         "moefw>=0.0": "moefw>=" + ".".join(moefw.__version__.split(".")[:2]),
         "KindSuite": str(KINDS[kind].suite),

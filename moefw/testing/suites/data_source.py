@@ -121,8 +121,7 @@ class DataSourceSuite(Suite):
         if 2 not in self.profile.worlds:
             pytest.skip(f"{self.plugin.name} runs on none but {self.profile.worlds} ranks")
         with self._prepared() as prepared:
-            case, cache = prepared.layer_case, prepared.cache / "ranks"
-            first, second = self.pool.run(_digests_of, 2, case, cache)
+            first, second = self.pool.run(_digests_of, 2, prepared.layer_case, prepared.cache / "ranks")
             differ = [name for name, value in first.items() if second[name] != value]
             assert not differ, f"{self.plugin.name}: ranks differ in {', '.join(differ)}."
 
@@ -153,7 +152,8 @@ class DataSourceSuite(Suite):
     def _folders(self) -> Iterator[tuple[Path, Path]]:
         """Yield folders for files, and for the cache."""
         with tempfile.TemporaryDirectory() as folder:
-            files, cache = Path(folder, "files"), Path(folder, "cache")
+            files = Path(folder, "files")
+            cache = Path(folder, "cache")
             files.mkdir()
             cache.mkdir()
             yield files, cache
