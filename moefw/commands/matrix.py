@@ -104,7 +104,7 @@ def _grid(
     others: Sequence[Variant],
     refused: dict[tuple[Variant, Variant], Refusal],
 ) -> Grid:
-    """Table of the variants of one section by those of another. Those that go with everything share a row, a column."""
+    """Table of the variants of one section by those of another. Variants that go with all are one row, or column."""
     rows = [variant for variant in variants if any(variant == refused_row for refused_row, _ in refused)]
     columns = [variant for variant in others if any(variant == refused_column for _, refused_column in refused)]
     reasons = list(dict.fromkeys(refusal.reason for refusal in refused.values()))

@@ -28,7 +28,7 @@ SHOWN: Final = 8
 
 
 def form(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Which tensor has a dtype or shape that differs from the contract."""
+    """Fault: a tensor whose dtype or shape differs from the contract. None: there is none."""
     for rank, moved in enumerate(ranks):
         x_TD = case.x(rank)
         num_rows = len(moved.rows_RD)
@@ -82,7 +82,7 @@ def _due(case: DispatchCase, rank: int, moved: Moved) -> Iterator[tuple[int, Seq
 
 
 def order(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Which rows are not in order (expert, source rank, token), or are not bit for bit the tokens."""
+    """Fault: rows not in order (expert, source rank, token), or not bit for bit the tokens. None: there is none."""
     sent = [case.x(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
         for expert, rows, begin, _ in _due(case, rank, moved):
@@ -118,7 +118,7 @@ def _few(rows: Sequence[object]) -> str:
 
 
 def weights(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Which row does not carry the routing weight of its choice, bit for bit."""
+    """Fault: a row without the routing weight of its choice, bit for bit. None: there is none."""
     sent = [case.weights(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
         for expert, rows, begin, _ in _due(case, rank, moved):
@@ -144,7 +144,7 @@ def padding(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def output(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Which token's output is not the sum of its experts' outputs."""
+    """Fault: a token whose output is not the sum of its experts' outputs. None: there is none."""
     for rank, moved in enumerate(ranks):
         x_TD = case.x(rank).double()
         gain_TK = case.gains(rank) * case.weights(rank).double()
@@ -159,7 +159,7 @@ def output(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Which gradient is wrong, among those that exist."""
+    """Fault: a wrong gradient, among those that exist. None: there is none."""
     for rank, moved in enumerate(ranks):
         x_TD = case.x(rank).double()
         probe_TD = case.probe(rank).double()
@@ -194,7 +194,7 @@ def gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def row_gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Which row's gradient is not bit for bit that of its token's output."""
+    """Fault: a row whose gradient is not bit for bit that of its token's output. None: there is none."""
     probes = [case.probe(source) for source in range(case.world)]
     for rank, moved in enumerate(ranks):
         if moved.grad_rows_RD is None:
@@ -208,7 +208,7 @@ def row_gradients(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 
 
 def presence(case: DispatchCase, ranks: Sequence[Moved], *, wants: str) -> str | None:
-    """Which wanted gradient is missing."""
+    """Fault: a gradient that is missing. None: there is none."""
     for rank, moved in enumerate(ranks):
         for letter, name, grad in (
             ("x", "the tokens", moved.grad_x_TD),
@@ -223,7 +223,7 @@ def presence(case: DispatchCase, ranks: Sequence[Moved], *, wants: str) -> str |
 
 
 def spoiled(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
-    """Which input was changed in place."""
+    """Fault: an input that was changed in place. None: there is none."""
     for rank, moved in enumerate(ranks):
         if moved.spoiled:
             return f"rank {rank}: {moved.spoiled[0]}, handed over by the caller, was changed in place"

@@ -148,8 +148,13 @@ class _Ranks:
         self.tokens[batch, dp, here] += self.room.padded(length, size)
 
     def _places(self, length: int, size: int, least: int) -> Iterator[tuple[float, float, int, int, int, int]]:
-        """Yield the best place among packs of ``size``, and free ranks if no fewer would do: growth, work, where."""
+        """Yield the best place of a sequence in a pack of ``size`` ranks, if there is one.
+
+        A place is: by how much the busiest rank's work grows, the work behind it, the size, and (micro-batch, dp, cp)
+        of its first rank. Ranks that hold nothing yet are taken for the ``least`` size alone.
+        """
         blocks = (*self.work.shape[:2], -1, size)
+        # (micro-batches, dp, cp) -> (micro-batches, dp, blocks of ``size`` neighbours on cp)
         tokens = self.tokens.reshape(blocks).max(-1) + self.room.padded(length, size)
         taken = self.size.reshape(blocks)
         fits = ((taken == size) | ((taken == 0) & (size == least))).all(-1)
