@@ -15,7 +15,7 @@ from declared import declarations
 from moefw.core.plugin import GemmPlugin
 from moefw.core.records import Canonical
 from moefw.core.stages import ExpertBatch
-from moefw.runtime.compute import wgrads
+from moefw.runtime.forward_context import forward_context
 
 
 class PlainExperts(nn.Module, moefw.ExpertGemm):
@@ -216,7 +216,7 @@ class ForgetsEarlierMicroBatches(PlainExperts):
 
 class LosesLateGradients(PlainExperts):
     def operand(self, x: Tensor, role: Any = "input") -> Tensor:
-        is_lost = role == "weight" and wgrads.current() is not None
+        is_lost = role == "weight" and forward_context().wgrads is not None
         return super().operand(x.detach() if is_lost else x, role)
 
 
