@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import signal
 import sys
 import time
@@ -115,11 +116,31 @@ def main(arguments: list[str] | None = None) -> None:
         say_interrupted()
         code = INTERRUPTED
     except click.ClickException as error:
-        error.show()
+        override = _meant_override(error, sys.argv[1:] if arguments is None else arguments)
+        if override:
+            click.echo(f"error: options of a spec are written without dashes. Write {override}", err=True)
+        else:
+            error.show()
         code = error.exit_code
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1
     _leave(code)
+
+
+def _meant_override(error: click.ClickException, arguments: list[str]) -> str:
+    """Override ``a.b=x`` that was meant by ``--a.b x`` or ``--a.b=x``; empty if it was none."""
+    if not (isinstance(error, click.NoSuchOption) and error.ctx and "." in error.option_name):
+        return ""
+    if all(parameter.name != "overrides" for parameter in error.ctx.command.params):
+        return ""
+    option = error.option_name
+    key = option.removeprefix("--")
+    for argument, following in zip(arguments, [*arguments[1:], "value"]):
+        if argument == option:
+            return shlex.quote(f"{key}={following}")
+        if argument.startswith(f"{option}="):
+            return shlex.quote(argument.removeprefix("--"))
+    return f"{key}=value"
 
 
 def _say(error: MoefwError) -> None:

@@ -25,7 +25,7 @@ def check(spec: str, overrides: tuple[str, ...], world: int | None, deep: bool, 
     Exits with 2 if there is any. --deep imports torch and what the parts import to be built, on tensors without memory.
     """
     try:
-        assembly = specs.read(spec, overrides, world)
+        assembly = specs.read(spec, overrides, world, data_here=True)
         unbuilt = _try_to_build(assembly) if deep else ""
     except MoefwError as error:
         if not as_json:

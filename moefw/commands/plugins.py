@@ -15,10 +15,10 @@ from rich.table import Table
 
 from moefw.commands.facts import page as facts_page
 from moefw.commands.kinds import page as kinds_page
-from moefw.commands.option_texts import option_texts
 from moefw.commands.tables import print_lines
 from moefw.compose.machine import lone_site, this_machine
 from moefw.compose.registry import Offer, RegisteredPlugin, Registry
+from moefw.compose.spec.option_texts import option_texts
 from moefw.compose.spec.structure import plain
 from moefw.core.plugin import Plugin
 from moefw.core.site import Dims, Site

@@ -13,9 +13,9 @@ import click
 from attrs import evolve, frozen
 from attrs.validators import and_, ge, min_len, optional
 
-from moefw.commands.option_texts import option_texts
 from moefw.compose.defaults import defaults
 from moefw.compose.registry import RegisteredPlugin, Registry
+from moefw.compose.spec.option_texts import option_texts
 from moefw.compose.spec.sections import Spec
 from moefw.compose.spec.source import Tree
 from moefw.compose.spec.structure import plain

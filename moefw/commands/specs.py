@@ -15,16 +15,20 @@ from moefw.core.errors import SpecError
 from moefw.training.folder import check_seal
 
 
-def read(spec: str, overrides: Sequence[str], world: int | None = None, *, trains: bool = True) -> Assembly:
+def read(
+    spec: str, overrides: Sequence[str], world: int | None = None, *, trains: bool = True, data_here: bool = False
+) -> Assembly:
     """Resolve a spec file, by default to train. Raises all its problems at once.
 
     A run's own spec must be as the run wrote it. ``trains``: problems are also those of what training alone needs, as
-    far as they are known before data are opened.
+    far as they are known before data are opened. ``data_here``: also those of files of data that this machine lacks.
     """
     path = Path(spec)
     if path.name == "spec.yaml" and path.is_file():
         check_seal(path)
-    return assemble(path, overrides, defaults=defaults(), world=world, trains=trains, for_run=trains)
+    return assemble(
+        path, overrides, defaults=defaults(), world=world, trains=trains, for_run=trains, data_here=data_here
+    )
 
 
 def read_run(run: str, overrides: Sequence[str]) -> Assembly:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import attrs
 
+from moefw.compose.advice import advised
 from moefw.compose.assembly import Assembly, ChosenPlugins, LayerAssembly
 from moefw.compose.batches import batch_problems
 from moefw.compose.fitting import RULES, match, offers_of, silence
@@ -44,11 +45,13 @@ def assemble(
     machine: Machine | None = None,
     trains: bool = True,
     for_run: bool = False,
+    data_here: bool = False,
 ) -> Assembly:
     """Read a spec file and resolve it. Raises one SpecError, PluginError or PlanError that holds every problem.
 
     ``trains``: see :class:`moefw.Site`. ``for_run``: problems are also those of what a training run needs of its data
-    and its routes, as far as they are known before files are opened.
+    and its routes, as far as they are known before files are opened. ``data_here``: also those of files of data that
+    this machine lacks.
     """
     problems: list[Problem] = []
     tree, marks = read_spec_file(path, overrides, problems)
@@ -62,6 +65,7 @@ def assemble(
         machine=machine,
         trains=trains,
         for_run=for_run,
+        data_here=data_here,
     )
 
 
@@ -76,9 +80,10 @@ def assemble_tree(
     machine: Machine | None = None,
     trains: bool = True,
     for_run: bool = False,
+    data_here: bool = False,
 ) -> Assembly:
     """Resolve a spec given as plain data, whose ``problems`` so far are given; see :func:`assemble`."""
-    work = _Resolution(registry or Registry(), marks, problems, for_run)
+    work = _Resolution(registry or Registry(), marks, problems, defaults, for_run)
     tree = with_defaults(work.with_preset(tree, defaults), defaults)
     spec = structure(Spec, tree, (), marks, work.problems[SpecError])
     assert spec is not None, "every section is a choice or has a default"
@@ -95,6 +100,8 @@ def assemble_tree(
         work.check_stages(layout, spec.train)
     if for_run:
         work.check_routes(spec)
+    if data_here:
+        work.check_files()
     work.raise_problems()
     assert layout is not None, "a layout that is missing is a problem"
     assembly = Assembly(spec=spec, parts=work.parts(), layers=layers, site=site, registry=work.registry)
@@ -138,15 +145,19 @@ class _Resolution:
     prevent.
     """
 
-    def __init__(self, registry: Registry, marks: Marks, problems: Sequence[Problem], for_run: bool) -> None:
+    def __init__(
+        self, registry: Registry, marks: Marks, problems: Sequence[Problem], defaults: Tree, for_run: bool
+    ) -> None:
         self.registry = registry
         self.marks = marks
+        self.defaults = defaults
         self.for_run = for_run
         self.problems: dict[type[MoefwError], list[Problem]] = {
             SpecError: list(problems),
             PluginError: [],
             PlanError: [],
         }
+        self.declarations: dict[KeyPath, type[Plugin]] = {}
         self.placed: list[_Placed] = []
         self.inner: list[_Placed] = []
         self.cause: Exception | None = None
@@ -162,7 +173,10 @@ class _Resolution:
         for kind, problems in self.problems.items():
             if problems:
                 everything = [problem for of_a_kind in self.problems.values() for problem in of_a_kind]
-                raise kind(everything) from self.cause
+                raise kind(map(self._advised, everything)) from self.cause
+
+    def _advised(self, problem: Problem) -> Problem:
+        return advised(problem, self.registry, self.declarations, self.defaults)
 
     @contextmanager
     def asking(self, path: KeyPath, plugin: Plugin | type[Plugin] | None = None, what: str = "") -> Iterator[None]:
@@ -237,6 +251,7 @@ class _Resolution:
         options.pop("preset", None)
         with self.asking(path, declaration, "its options"):
             part = structure(declaration, options, path, self.marks, self.problems[SpecError], also=RESERVED)
+            self.declarations[path] = declaration
             return None if part is None else self._filled(part, path)
         return None
 
@@ -354,6 +369,13 @@ class _Resolution:
             with self.asking(model.path, model.part, "moe_layers()"):
                 for problem in route_problems(spec, _moe_layers(model.part)):
                     self.tell(key_path(problem.where), problem)
+
+    def check_files(self) -> None:
+        """Report files of data that this machine lacks."""
+        for placed in (*self.placed, *self.inner):
+            if isinstance(placed.part, DataSourcePlugin):
+                for problem in self.listed(placed, "check_files", Problem):
+                    self.tell((*placed.path, *key_path(problem.where)), problem)
 
     def fit(
         self, layout: LayoutPlan | None, machine: Machine, *, trains: bool

@@ -283,6 +283,13 @@ class DataSourcePlugin(Plugin):
         """
         return ()
 
+    def check_files(self) -> Iterable[Problem]:
+        """Problems of files that the options name and this machine lacks, for ``moefw check``. No file is opened.
+
+        ``Problem.where`` is an option's name. Prepared data may be there without them, so training does not ask.
+        """
+        return ()
+
     def prepare(self, cache_dir: Path) -> DataSource:
         """Tokenize once into files, and reuse them in later runs. A run reads only what it needs. Raises DataError."""
         raise NotImplementedError

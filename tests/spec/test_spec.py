@@ -36,7 +36,7 @@ train:
   steps: 2.7
 """
     MESSAGES = (
-        "spec.yaml:10:3 train.steps: 2.7 is not a whole number. Write for example 8.",
+        "spec.yaml:10:3 train.steps: 2.7 is not a whole number. Write for example 300.",
         "spec.yaml:4:22 routing.blance: 'blance' is not an option here. Did you mean 'balance'?",
         "spec.yaml:5:12 dispatch.use: no plugin is called 'all2all'. Did you mean 'alltoall'?",
         "spec.yaml:6:1 gemm: grouped needs a size of axis ep that divides 15: each rank holds an equal share of 15"

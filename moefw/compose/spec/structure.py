@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 
-from moefw.compose.spec.source import KeyPath, Marks, scalar, show
+from moefw.compose.spec.hints import MAPPINGS, SCALARS, hint, hint_of_missing, hint_of_section, is_scalar, words
+from moefw.compose.spec.source import KeyPath, Marks, show
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.core.choice import Choice
-from moefw.core.errors import PluginError, Problem, closest, nearest
+from moefw.core.errors import Problem, closest, nearest
 
 T = TypeVar("T")
+
+PLUGINS: Final = "`moefw plugins` lists them."
+
+
+@attrs.frozen
+class UnknownKey(Problem):
+    """Problem of a key at ``path`` that is no option there. ``meant``: the option there that it may misspell.
+
+    Its fix knows the options there only; :mod:`moefw.compose.advice` knows all.
+    """
+
+    path: KeyPath = ()
+    meant: str | None = None
+
+
+@attrs.frozen
+class NoChoice(Problem):
+    """Problem of a value at ``path`` that should choose a plugin, and is no mapping.
+
+    ``name`` is the value, if it is text. What it names is known to :mod:`moefw.compose.advice`.
+    """
+
+    path: KeyPath = ()
+    name: str = ""
 
 
 def structure(
@@ -37,7 +60,7 @@ def structure(
         data = {}
     if not isinstance(data, Mapping):
         what = f"{show(data)} is not a mapping of options."
-        problems.append(Problem(what, "Write for example {key: value}.", marks.where(path)))
+        problems.append(Problem(what, hint_of_section(cls), marks.where(path)))
         return None
     kind: Any = cls
     fields = {field.name: field for field in _options(kind)}
@@ -45,9 +68,9 @@ def structure(
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in known:
-            values[name] = _value(field.type, known[name], (*path, name), marks, problems)
+            values[name] = _value(field.type, known[name], (*path, name), marks, problems, field)
         elif field.default is attrs.NOTHING:
-            fix = f"It has no default. {_hint(field.type, None)}"
+            fix = f"It has no default. {hint_of_missing(cls, field)}".rstrip()
             problems.append(Problem(f"{name!r} is missing.", fix, marks.where((*path, name))))
             values[name] = UNKNOWN
     try:
@@ -75,8 +98,9 @@ def _known(
     known = {key: value for key, value in data.items() if key in fields}
     for key in (str(key) for key in data if key not in fields and key not in also):
         what = f"{show(key)} is not an option here."
-        problems.append(Problem(what, nearest(key, [*fields, *also]), marks.where((*path, key))))
+        here = (*path, key)
         meant = closest(key, fields)
+        problems.append(UnknownKey(what, nearest(key, [*fields, *also]), marks.where(here), path=here, meant=meant))
         if meant is not None and (*path, meant) not in marks.places:
             known[meant] = UNKNOWN  # its own default would hide what the user meant
     return known
@@ -104,14 +128,24 @@ def _options(cls: Any) -> tuple[attrs.Attribute[Any], ...]:
     return tuple(field for field in attrs.fields(attrs.resolve_types(cls)) if field.init)
 
 
-def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
-    """``data`` as type ``kind``; if it does not fit, report it and return UNKNOWN."""
+def _value(
+    kind: Any,
+    data: object,
+    path: KeyPath,
+    marks: Marks,
+    problems: list[Problem],
+    field: attrs.Attribute[Any] | None = None,
+) -> Any:
+    """``data`` as type ``kind``; if it does not fit, report it and return UNKNOWN.
+
+    ``field``: the option of which ``data`` is the whole value, if it is.
+    """
     origin = get_origin(kind)
     args = get_args(kind)
     if data is UNKNOWN or kind is Any or (kind is types.NoneType and data is None):
         return data
     if origin in (Union, types.UnionType):
-        return _either(args, data, path, marks, problems)
+        return _either(args, data, path, marks, problems, field)
     if kind is Choice:
         return _choice(data, path, marks, problems)
     if attrs.has(kind):
@@ -122,79 +156,55 @@ def _value(kind: Any, data: object, path: KeyPath, marks: Marks, problems: list[
         if len(kinds) == len(data):
             items = enumerate(zip(kinds, data, strict=True))
             return origin(_value(inner, item, (*path, index), marks, problems) for index, (inner, item) in items)
-    if origin in _MAPPINGS and isinstance(data, Mapping):
+    if origin in MAPPINGS and isinstance(data, Mapping):
         return {key: _value(args[1], item, (*path, key), marks, problems) for key, item in data.items()}
     if origin is Literal:
         for choice in args:
             if data == choice and type(data) is type(choice):
                 return choice
-    if kind in _SCALARS and _is_scalar(kind, data):
+    if kind in SCALARS and is_scalar(kind, data):
         return kind(data)
-    problems.append(Problem(f"{show(data)} is not {_words(kind)}.", _hint(kind, data), marks.where(path)))
+    problems.append(Problem(f"{show(data)} is not {words(kind)}.", hint(kind, data, field), marks.where(path)))
     return UNKNOWN
 
 
-def _either(kinds: tuple[Any, ...], data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
+def _either(
+    kinds: tuple[Any, ...],
+    data: object,
+    path: KeyPath,
+    marks: Marks,
+    problems: list[Problem],
+    field: attrs.Attribute[Any] | None,
+) -> Any:
     """``data`` as the first kind that accepts it. With a single kind besides None, its problems are reported."""
     if data is None and types.NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
     for kind in kinds:
         tried: list[Problem] = []
-        value = _value(kind, data, path, marks, tried)
+        value = _value(kind, data, path, marks, tried, field)
         if not tried or len(kinds) == 1:
             problems += tried
             return value
-    choices = (", ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else _words(kind) for kind in kinds)
+    choices = (", ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else words(kind) for kind in kinds)
     what = f"{show(data)} is not {' or '.join(choices)}."
     problems.append(Problem(what, where=marks.where(path)))
     return UNKNOWN
 
 
-_MAPPINGS: Final = (dict, Mapping)
-_SCALARS: Final = {bool: "true or false", int: "a whole number", float: "a finite number", str: "plain text"}
-_EXAMPLES: Final = {bool: "true", int: "8", float: "0.5", str: "word"}
-
-
-def _is_scalar(kind: type, data: object) -> bool:
-    if isinstance(data, bool) or kind is bool:
-        return kind is bool and isinstance(data, bool)
-    if kind is float:
-        return isinstance(data, int | float) and math.isfinite(data)
-    return isinstance(data, kind)
-
-
-def _words(kind: Any) -> str:
-    origin = get_origin(kind)
-    args = get_args(kind)
-    if kind in _SCALARS:
-        return _SCALARS[kind]
-    if origin is Literal:
-        return "one of the choices"
-    if origin is tuple and args[-1] is not Ellipsis:
-        return f"a list of {len(args)}"
-    if origin in (tuple, list):
-        return "a list"
-    if origin in _MAPPINGS or attrs.has(kind):
-        return "a mapping"
-    raise PluginError(
-        f"an option of type {kind} cannot be written in a spec.", "Use numbers, text, lists or attrs classes."
-    )
-
-
 def _choice(data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
     """Choice of ``{use: name, option: value, ...}``; if it names no plugin, report it and return UNKNOWN."""
     if not isinstance(data, Mapping):
-        example = data if isinstance(data, str) and data.isprintable() else "name, option: value"
-        fix = f"Write {{use: {example}}}."
-        problems.append(Problem(f"{show(data)} is not a mapping that names a plugin.", fix, marks.where(path)))
+        what = f"{show(data)} is not a mapping that names a plugin."
+        name = data if isinstance(data, str) else ""
+        problems.append(NoChoice(what, PLUGINS, marks.where(path), path=path, name=name))
         return UNKNOWN
     use = data.get("use")
     if isinstance(use, str):
         return Choice(use, {key: value for key, value in data.items() if key != "use"})
     if use is not UNKNOWN:
         what = "'use' is missing." if use is None else f"{show(use)} is not the name of a plugin."
-        problems.append(Problem(what, "`moefw plugins` lists them.", marks.where((*path, "use"))))
+        problems.append(Problem(what, PLUGINS, marks.where((*path, "use"))))
     return UNKNOWN
 
 
@@ -207,21 +217,8 @@ def require_readable(kind: Any) -> None:
         if attrs.has(each):
             inner = () if each is Choice else tuple(field.type for field in _options(each))
         elif origin not in (Union, types.UnionType) and each not in (Any, types.NoneType, Ellipsis):
-            _words(each)
+            words(each)
         kinds += [nested for nested in inner if nested not in kinds]
-
-
-def _hint(kind: Any, data: object) -> str:
-    origin = get_origin(kind)
-    if origin is Literal:
-        return nearest(data if isinstance(data, str) else "", map(str, get_args(kind)))
-    if kind is str and isinstance(data, bool | int | float):
-        return "Put it in quotes."
-    if kind in _SCALARS and isinstance(data, str):
-        with suppress(ValueError):
-            if _is_scalar(kind, scalar(data)):
-                return "Leave out the quotes."
-    return f"Write for example {_EXAMPLES.get(kind, '[a, b]' if origin in (tuple, list) else '{key: value}')}."
 
 
 def _sentence(error: Exception) -> str:
@@ -231,7 +228,7 @@ def _sentence(error: Exception) -> str:
 def plain(value: object) -> Any:
     """Attrs objects as dicts of their init fields, and tuples as lists, for YAML and JSON."""
     kind: Any = type(value)
-    if kind in _SCALARS or value is None:
+    if kind in SCALARS or value is None:
         return value
     if hasattr(kind, "to_data"):
         return kind.to_data(value)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from attrs import field, frozen
 from attrs.validators import and_, gt, lt, min_len, optional
 
 import moefw
+from moefw.core.errors import closest
 from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
 
@@ -51,6 +54,14 @@ class Tokenized(DataSourcePlugin):
         what = f"{self.tokenizer} has no room for all {NUM_BYTES} bytes and the end of a text."
         return [moefw.Problem(what, f"Use bpe-{NUM_BYTES + 1} or more.", "tokenizer")]
 
+    def check_files(self) -> Iterator[moefw.Problem]:
+        """Problems of a path or a ``tokenizer.json`` that is not there."""
+        path: str | None = getattr(self, "path", None)
+        if path is not None:
+            yield from missing(path, "path")
+        if os.path.isabs(self.absolute_tokenizer):
+            yield from missing(self.tokenizer, "tokenizer")
+
     @property
     def absolute_tokenizer(self) -> str:
         """The tokenizer, as an absolute path if it is a file."""
@@ -72,6 +83,19 @@ def token_ids(tokenizer: str, count: int) -> moefw.Need:
     """Need of a tokenizer for the ids that it has."""
     fix = f"Use model.vocab_size: {count}."
     return moefw.need("token_ids", count, reason=f"{tokenizer} has them", fix=fix, option="tokenizer")
+
+
+def missing(path: str, option: str) -> Iterator[moefw.Problem]:
+    """Problem of a path that does not exist, with the name like it that does."""
+    file = Path(absolute(path))
+    if file.exists():
+        return
+    names: list[str] = []
+    with suppress(OSError, ValueError):
+        names = os.listdir(file.parent)
+    likely = closest(file.name, names)
+    fix = f"Did you mean {str(Path(path).with_name(likely))!r}?" if likely else "Correct the path."
+    yield moefw.Problem(f"{file} does not exist.", fix, option)
 
 
 def absolute(path: str) -> str:

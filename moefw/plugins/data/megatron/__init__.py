@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,7 +13,8 @@ from attrs.validators import and_, gt, lt, min_len
 import moefw
 from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
-from moefw.plugins.data.options import NUM_BYTES, absolute, token_ids
+from moefw.plugins.data.megatron.files import pair
+from moefw.plugins.data.options import NUM_BYTES, absolute, missing, token_ids
 
 
 @frozen(kw_only=True)
@@ -42,6 +43,13 @@ class Megatron(DataSourcePlugin):
             return []
         what = f"{self.tokenizer} is made from text, and these files hold ids."
         return [moefw.Problem(what, "Name the tokenizer.json that made the ids.", "tokenizer")]
+
+    def check_files(self) -> Iterator[moefw.Problem]:
+        """Problems of a file of the pair, or a ``tokenizer.json``, that is not there."""
+        for file in pair(self.path):
+            yield from missing(str(file), "path")
+        if self.tokenizer != "bytes":
+            yield from missing(self.tokenizer, "tokenizer")
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
         """Data. The first call checks the whole index; ids are checked as they are read. Raises DataError.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import stat
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import numpy as np
 
 from moefw.core.errors import DataError
 from moefw.plugins.data.hashed import CHUNK_BYTES, HashedFile, KnownHashes, SeenHashes, chunk_hashes, num_chunks
+from moefw.plugins.data.megatron.files import pair
 from moefw.plugins.data.megatron.index import read_index
 from moefw.plugins.data.numbers import NumberFile
 from moefw.plugins.data.prepared import HELDOUT_TEXT, SEEN, describe, kept_in, prepare_folder
@@ -35,7 +35,7 @@ _STARTS = "documents.starts"
 
 def prepare_megatron(path: str, tokenizer: str, heldout: float, cache_dir: Path) -> PreparedSource:
     """Data, checked in this call unless an earlier one did it. Raises DataError."""
-    ids, index = _pair(path)
+    ids, index = pair(path)
     content = read_tokenizer(tokenizer)
     name = tokenizer if content is None else fingerprint(content)
     files = [(str(file), *_identity(file)) for file in (ids, index)]
@@ -56,12 +56,6 @@ def prepare_megatron(path: str, tokenizer: str, heldout: float, cache_dir: Path)
             train=TokenFile(numbers, starts, end=cut),
             heldout=TokenFile(numbers, starts, begin=cut),
         )
-
-
-def _pair(path: str) -> tuple[Path, Path]:
-    """File of ids and the index."""
-    root = os.path.abspath(os.path.expanduser(path)).removesuffix(".bin").removesuffix(".idx")
-    return Path(f"{root}.bin"), Path(f"{root}.idx")
 
 
 def _identity(path: Path) -> tuple[int, int]:
