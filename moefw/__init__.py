@@ -1,68 +1,11 @@
-"""Mixture-of-Experts training in which every system technique is a plugin. This module has only the public names."""
+"""Mixture-of-Experts training in which every system technique is a plugin. This module has only the public names.
+
+Type checkers read them in ``__init__.pyi``.
+"""
 
 from __future__ import annotations
 
 import importlib
-
-TYPE_CHECKING = False  # type checkers take it as true; importing typing takes longer than all else here
-if TYPE_CHECKING:
-    from typing import Any
-
-    from moefw.core.context import BuildContext, ModelContext
-    from moefw.core.contracts import (
-        Attention,
-        CachedAttention,
-        ContextAttention,
-        Dispatcher,
-        ExpertGemm,
-        Layout,
-        LayoutPlan,
-        MemoryPolicy,
-        Meter,
-        Precision,
-        Router,
-        Stateful,
-    )
-    from moefw.core.data import DataSource, TokenStream
-    from moefw.core.errors import (
-        CheckpointError,
-        ContractError,
-        DamagedDataError,
-        DataError,
-        MoefwError,
-        PlanError,
-        PluginError,
-        Problem,
-        RunError,
-        SpecError,
-    )
-    from moefw.core.facts import ANY, Need, Offers, need, offers
-    from moefw.core.hooks import API_VERSION, Assembly, hookimpl
-    from moefw.core.plugin import (
-        AttentionPlugin,
-        ContextParallelPlugin,
-        DataSourcePlugin,
-        DispatcherPlugin,
-        GemmPlugin,
-        LayoutPlugin,
-        MemoryPolicyPlugin,
-        ModelPlugin,
-        OptimizerMemoryPolicyPlugin,
-        OptimizerPlugin,
-        PipelinePlugin,
-        Plugin,
-        PrecisionPlugin,
-        RouterPlugin,
-        SchedulePlugin,
-    )
-    from moefw.core.records import Action, Canonical, SavedOperand, Shard, Stage, State
-    from moefw.core.site import Activation, Dims, Machine, Site
-    from moefw.core.stages import Batch, ExpertBatch, LayerStats, Pending, Routing
-    from moefw.runtime.accounting import in_host_memory
-    from moefw.runtime.compute.product import SharedInput, linear
-    from moefw.runtime.layer import MoELayer
-    from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart
-    from moefw.runtime.parallel.meshes import Mesh, MeshPlan
 
 __version__ = "0.1.0"
 
@@ -83,6 +26,7 @@ _MODULES = (
     "runtime.compute.product",
     "runtime.layer",
     "runtime.optimizer_states",
+    "compose.library",
     "compose.pretrained",
 )
 """The modules of the public names. They are imported at first use: ``import moefw`` takes no time and no torch."""
@@ -92,7 +36,7 @@ _RENAMED = {"MemoryPlugin": "MemoryPolicyPlugin", "OptimizerMemoryPlugin": "Opti
 """Names of version 2 of the hook interface. A plugin that has one fails to import, with the new name in the message."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Public name, from the first module that has it."""
     if name in __all__:
         for module in _MODULES:
@@ -135,6 +79,8 @@ __all__ = [
     "ExpertBatch",
     "ExpertGemm",
     "GemmPlugin",
+    "Layer",
+    "LayerOutput",
     "LayerStats",
     "Layout",
     "LayoutPlan",
@@ -145,7 +91,6 @@ __all__ = [
     "Mesh",
     "MeshPlan",
     "Meter",
-    "MoELayer",
     "ModelContext",
     "ModelPlugin",
     "MoefwError",
@@ -162,6 +107,7 @@ __all__ = [
     "PluginError",
     "Precision",
     "PrecisionPlugin",
+    "Pretrained",
     "Problem",
     "Router",
     "RouterPlugin",
@@ -178,6 +124,7 @@ __all__ = [
     "StatePart",
     "Stateful",
     "TokenStream",
+    "build_layer",
     "from_pretrained",
     "hookimpl",
     "in_host_memory",

@@ -187,4 +187,4 @@ class ModelContext(Protocol):
         """Attention of layer ``layer``, a :class:`moefw.Attention` that is a unit of weights."""
 
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> Any:
-        """MoE layer of layer ``layer``, a :class:`moefw.MoELayer`."""
+        """MoE layer of layer ``layer``, a :class:`moefw.runtime.layer.MoELayer`."""

@@ -1,7 +1,7 @@
 """What forward knows besides its arguments: the one context variable that modules and policies read.
 
-Modules call each other with tensors, and third parties write some of these modules. So three things that a product or a
-memory policy depends on reach it through the context in which forward runs:
+Modules call each other with tensors, and third parties write some of these modules. So four things that a product, a
+memory policy or a router depends on reach it through the context in which forward runs:
 
 =================  ==============================================  ================================================
 field              set by                                          read by
@@ -9,6 +9,7 @@ field              set by                                          read by
 ``wgrads``         a pipeline's player, around a stage             a product, which leaves its weight gradient there
 ``outputs``        a layer, around its phases (``memory.dropped``)  policies and products, before they save a tensor
 ``static_rows``    ``MoELayer.compute``, under a budget            policies that save the valid rows alone
+``aux_losses``     a layer that is no part of a model of ours      ``compute.aux_loss.attach``
 =================  ==============================================  ================================================
 
 Backward of a GPU's tensors runs in threads of its own, in which no context variable is set. So a policy that runs a
@@ -25,6 +26,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from attrs import evolve, frozen
+from torch import Tensor
 
 from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.memory.outputs import Scope
@@ -41,6 +43,8 @@ class ForwardContext:
     """Outputs of regions of the running layer that can be computed again. None: outside a layer nothing is dropped."""
     static_rows: StaticRows | None = None
     """Rows of the running call of experts. None: outside of one, or without a budget."""
+    aux_losses: list[Tensor] | None = None
+    """Collection that gets auxiliary losses, for a caller that adds them to its own. None: they are attached."""
 
 
 _current: ContextVar[ForwardContext] = ContextVar("forward_context", default=ForwardContext())  # noqa: B039

@@ -13,8 +13,20 @@ if TYPE_CHECKING:
     from moefw.testing.layer_waits import LayerWaits, layer_waits
     from moefw.testing.oracle import Rule, Truth, dense_moe
     from moefw.testing.pool import RankPool
+    from moefw.testing.suites.attention import AttentionSuite
     from moefw.testing.suites.base import Profile, Suite
+    from moefw.testing.suites.context_parallel import ContextParallelSuite
+    from moefw.testing.suites.data_source import DataSourceSuite
     from moefw.testing.suites.dispatcher import DispatcherSuite
+    from moefw.testing.suites.gemm import GemmSuite
+    from moefw.testing.suites.layout import LayoutSuite
+    from moefw.testing.suites.memory_policy import MemoryPolicySuite
+    from moefw.testing.suites.optimizer import OptimizerSuite
+    from moefw.testing.suites.optimizer_memory_policy import OptimizerMemoryPolicySuite
+    from moefw.testing.suites.pipeline import PipelineSuite
+    from moefw.testing.suites.precision import PrecisionSuite
+    from moefw.testing.suites.router import RouterSuite
+    from moefw.testing.suites.schedule import ScheduleSuite
     from moefw.testing.threads import thread_world
 
 _HOMES = {
@@ -39,14 +51,26 @@ _HOMES = {
 """Module of each public name. Modules are imported on first use, because they import torch and hypothesis."""
 
 __all__ = [
+    "AttentionSuite",
+    "ContextParallelSuite",
+    "DataSourceSuite",
     "DispatcherSuite",
+    "GemmSuite",
     "HostWaits",
     "LayerCase",
     "LayerWaits",
+    "LayoutSuite",
+    "MemoryPolicySuite",
+    "OptimizerMemoryPolicySuite",
+    "OptimizerSuite",
     "Outcome",
+    "PipelineSuite",
+    "PrecisionSuite",
     "Profile",
     "RankPool",
+    "RouterSuite",
     "Rule",
+    "ScheduleSuite",
     "Suite",
     "Truth",
     "assert_matches",

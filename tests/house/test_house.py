@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import moefw.testing
 from moefw.compose.built_in import built_in
 from moefw.compose.registry import Registry
+from moefw.core.kinds import CERTIFIED
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
@@ -118,6 +120,18 @@ def test_the_public_names_are_all_there(name: str) -> None:
     assert sorted(module.__all__) == sorted(set(module.__all__))
     for public in module.__all__:
         assert getattr(module, public) is not None
+
+
+def test_type_checkers_read_the_public_names() -> None:
+    tree = ast.parse((ROOT / "moefw" / "__init__.pyi").read_text())
+    homes = {node.names[0].name: str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert sorted(homes) == sorted(moefw.__all__)
+    for name, home in homes.items():
+        assert getattr(moefw, name) is getattr(importlib.import_module(home), name)
+
+
+def test_every_suite_is_a_typed_name() -> None:
+    assert {kind.suite for kind in CERTIFIED.values()} <= {*moefw.testing.__all__}
 
 
 @pytest.mark.parametrize("module", ["metrics", "clock", "progress", "plots"])

@@ -7,9 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefw.runtime.forward_context import forward_context
+
 
 def attach(weights_TK: Tensor, loss: Tensor) -> Tensor:
-    """``weights_TK`` with ``loss`` attached: in backward, ``loss`` gets a gradient of 1."""
+    """``weights_TK`` with ``loss`` attached: in backward, ``loss`` gets a gradient of 1.
+
+    Where the context of forward collects auxiliary losses, ``loss`` is one more of them, and nothing is attached.
+    """
+    collected = forward_context().aux_losses
+    if collected is not None:
+        collected.append(loss)
+        return weights_TK
     attached: Tensor = _Attach.apply(weights_TK, loss)  # type: ignore[no-untyped-call]
     return attached
 
