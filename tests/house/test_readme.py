@@ -7,6 +7,7 @@ import shlex
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -33,6 +34,14 @@ def test_the_first_spec_is_sound(tmp_path: Path) -> None:
     assembly = assemble(path, defaults=defaults())
     assert assembly.layout.world == 2
     assert set(assembly.layers) == {0, 1, 2}
+
+
+def test_the_layer_in_a_loop_of_ones_own_trains() -> None:
+    (code,) = blocks("py")
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec", dont_inherit=True), names)
+    assert names["output"].losses > 0
+    assert all(parameter.grad is not None for parameter in names["layer"].parameters())
 
 
 def test_the_mistake_is_told_as_shown(tmp_path: Path) -> None:
