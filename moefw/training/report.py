@@ -23,6 +23,7 @@ from moefw.training.full_disk import RunFiles
 from moefw.training.generate import RECOMPUTES, generate, keeps_past
 from moefw.training.metrics import read_metrics
 from moefw.training.plots import plot_expert_load, plot_loss
+from moefw.training.progress import LEGEND
 from moefw.training.session import Session
 from moefw_kernels.devices import is_gpu, runs_ahead
 
@@ -56,6 +57,7 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
             say(console, f"there is nothing to train: train.steps is {steps}")
     for change in changes:
         say(console, f"  {change}")
+    say(console, LEGEND)
 
 
 def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console) -> None:
