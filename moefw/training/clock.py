@@ -28,7 +28,7 @@ class StepClock:
     """Adds up wall time by section: ``with clock("forward"): ...``, then ``step_done()``.
 
     A step lasts from one ``step_done`` to the next; the first starts at construction. The first ``warmup`` steps
-    (compilation, allocator, caches) are not counted.
+    (compilation, allocator, caches) are not counted, nor is what happens ``aside``, such as an evaluation.
 
     A GPU runs asynchronously, and the clock does not wait for it. A section then shows the time to launch its work, and
     the wait counts in the section that first needs a result. ``synchronise=True`` waits for the device at both ends of
@@ -42,6 +42,7 @@ class StepClock:
         self._wait = _wait_for_device if synchronise else _go_on
         self._now = now
         self._open: str | None = None
+        self._aside_s = 0.0
         self._step: defaultdict[str, float] = defaultdict(float)
         self._total: defaultdict[str, float] = defaultdict(float)
         self._total_s = 0.0
@@ -64,6 +65,19 @@ class StepClock:
             self._step[section] += self._now() - start_s
             self._open = None
 
+    @contextmanager
+    def aside(self, section: str) -> Iterator[None]:
+        """Stamp what is done between steps, and leave its time out of the step. Outside of sections."""
+        assert self._open is None, f"{section!r} inside section {self._open!r}"
+        stamp(section)
+        self._wait()
+        start_s = self._now()
+        try:
+            yield
+        finally:
+            self._wait()
+            self._aside_s += self._now() - start_s
+
     def step_done(self) -> None:
         """End a step and begin the next."""
         assert self._open is None, f"the step ended inside section {self._open!r}"
@@ -71,10 +85,11 @@ class StepClock:
         now_s = self._now()
         self._num_steps += 1
         if self._num_steps > self._warmup:
-            self._total_s += now_s - self._step_start_s
+            self._total_s += now_s - self._step_start_s - self._aside_s
             for section, seconds in self._step.items():
                 self._total[section] += seconds
         self._step.clear()
+        self._aside_s = 0.0
         self._step_start_s = now_s
 
     def breakdown(self) -> list[SectionTime]:

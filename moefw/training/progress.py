@@ -17,6 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 LINE_EVERY_S = 10.0
+LEGEND = """loss: of the training text, in nats a token; eval: of held-out text, in bits a byte
+balance: tokens of the busiest expert over the mean, 1.00 is even"""
+"""What the words of a line mean."""
 _SMOOTHING = 0.95
 """Decay of the smoothed loss, which averages over about 20 steps."""
 _RATE_STEPS = 100
@@ -57,10 +60,10 @@ class Progress:
     """Shows the progress of a run; a context manager, used on rank 0 only.
 
     ``start_step`` is the number of steps done before, ``total_steps`` the step at which the run ends. On a terminal
-    one line is redrawn: the loss smoothed over about 20 steps, tokens per second, balance (tokens of the busiest
-    expert over the mean: 1.00 is even), the last evaluation, elapsed time, time left. Parts that do not fit are left
-    out. Elsewhere the first and last steps print a line each, and those between at most one every ``LINE_EVERY_S``
-    seconds; there the loss is that of the step, as in ``metrics.jsonl``.
+    one line is redrawn: the loss smoothed over about 20 steps, tokens per second, balance, the last evaluation
+    (``LEGEND`` says what they are), elapsed time, time left. Parts that do not fit are left out. Elsewhere the first
+    and last steps print a line each, and those between at most one every ``LINE_EVERY_S`` seconds; there the loss is
+    that of the step, as in ``metrics.jsonl``.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class Progress:
         self._line_step = seen.step
         parts = [
             f"step {seen.step}/{self._total_steps}",
-            f"loss {seen.loss:.4f}",
+            f"loss {seen.loss:.4f} nats/token",
             f"{seen.tokens_per_s:,.0f} tokens/s",
             f"balance {seen.load_max_over_mean:.2f}",
             f"lr {seen.lr:.1e}",
@@ -190,7 +193,7 @@ class Progress:
             return [_Part(0, self._count(self._start_step), "{}"), _Part(1, elapsed, "first step {}")]
         parts = [
             _Part(0, self._count(seen.step), "{}"),
-            _Part(1, f"{seen.smooth_loss:.3f}", "loss {}"),
+            _Part(1, f"{seen.smooth_loss:.3f}", "loss {} nats/token", short_form="loss {}"),
             _Part(5, f"{seen.tokens_per_s:,.0f}", "{} tokens/s", short_form="{} tok/s"),
             _Part(3, f"{seen.load_max_over_mean:.2f}", "balance {}"),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from moefw.training.full_disk import RunFiles
 from moefw.training.generate import RECOMPUTES, generate, keeps_past
 from moefw.training.metrics import read_metrics
 from moefw.training.plots import plot_expert_load, plot_loss
+from moefw.training.progress import LEGEND
 from moefw.training.session import Session
 from moefw_kernels.devices import is_gpu, runs_ahead
 
@@ -56,6 +58,7 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
             say(console, f"there is nothing to train: train.steps is {steps}")
     for change in changes:
         say(console, f"  {change}")
+    say(console, LEGEND)
 
 
 def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console) -> None:
@@ -88,7 +91,10 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
     bits = records[-1].get("eval_bits_per_byte") if records else None
     if bits is not None:
         say(console, f"held-out text: {bits:.3f} bits a byte; zlib -9 needs {zlib_bits:.3f}")
-    say(console, f"\n{text}\n\nmetrics, plots, sample and checkpoints are in {run_dir}")
+    folder = shlex.quote(str(run_dir))
+    say(console, f"\n{text}\n\nmetrics, plots, sample and checkpoints are in {run_dir}; what to do with it:")
+    say(console, f"  moefw generate {folder} --prompt {shlex.quote(SAMPLE_PROMPT)}")
+    say(console, f"  moefw eval {folder}")
 
 
 def say(console: Console, text: str) -> None:

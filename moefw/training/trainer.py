@@ -173,7 +173,7 @@ class Trainer:
             say(self.console, note)
         record["tokens_per_s"] = result.tokens / (time.perf_counter() - began)
         if self._due(step, self.spec.eval_every):
-            with self.clock("evaluation"):
+            with self.clock.aside("evaluation"):
                 record |= evaluation(self.session)
         stamp("observers")
         self._notify("moefw_after_step", step, metrics=record)

@@ -51,6 +51,18 @@ def test_a_section_that_comes_back_within_a_step_adds_up():
     assert clock.breakdown()[0].seconds_per_step == pytest.approx(1.0)
 
 
+def test_what_happens_aside_is_no_part_of_a_step():
+    time = Time()
+    clock = StepClock(warmup=0, now=time)
+    for _ in range(2):
+        with clock.aside("evaluation"):
+            time.s += 100.0
+        run_step(clock, time, forward=1.0, backward=2.0, rest=1.0)
+    rows = clock.breakdown()
+    assert [row.section for row in rows] == ["forward", "backward", "other"]
+    assert [row.share for row in rows] == pytest.approx([0.25, 0.5, 0.25])
+
+
 def test_sections_do_not_nest():
     clock = StepClock()
     with clock("forward"), pytest.raises(AssertionError, match="'experts' inside section 'forward'"), clock("experts"):

@@ -72,8 +72,8 @@ def test_the_last_step_comes_before_what_is_noted_after_it():
 
 def test_a_plain_line_says_it_all():
     lines = follow(console(terminal=False), steps=range(1, 50), step_s=10.0).splitlines()
-    assert lines[0] == "step 1/100  loss 1.6312  12,300 tokens/s  balance 1.14  lr 2.1e-03"
-    assert lines[-1] == "step 49/100  loss 1.6312  12,300 tokens/s  balance 1.14  lr 2.1e-03  left 8:30"
+    assert lines[0] == "step 1/100  loss 1.6312 nats/token  12,300 tokens/s  balance 1.14  lr 2.1e-03"
+    assert lines[-1] == "step 49/100  loss 1.6312 nats/token  12,300 tokens/s  balance 1.14  lr 2.1e-03  left 8:30"
 
 
 def test_the_last_evaluation_stays():
@@ -94,7 +94,7 @@ def test_a_terminal_shows_the_numbers_in_one_line():
     last = text.strip().splitlines()[-1]
     for part in (
         "50/100",
-        "loss 1.631",
+        "loss 1.631 nats/token",
         "12,300 tokens/s",
         "balance 1.14",
         "eval 2.013 bits/byte",

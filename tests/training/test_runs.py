@@ -113,6 +113,13 @@ def test_a_run_leaves_metrics_plots_a_sample_and_checkpoints(trained: tuple[Path
         assert word in printed
 
 
+def test_the_last_lines_are_commands_that_go_on_with_the_run(trained: tuple[Path, str]) -> None:
+    run, printed = trained
+    generate, evaluate = (line.strip() for line in printed.rstrip().splitlines()[-2:])
+    assert generate == f"moefw generate {run} --prompt 'def '"
+    assert evaluate == f"moefw eval {run}"
+
+
 def test_eval_of_the_run_gives_the_loss_that_training_saw(trained: tuple[Path, str]) -> None:
     run, _ = trained
     found = json.loads(moefw_says("eval", run, "--json"))
