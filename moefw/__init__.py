@@ -27,6 +27,7 @@ _MODULES = (
     "runtime.layer",
     "runtime.optimizer_states",
     "compose.library",
+    "compose.replacing",
     "compose.pretrained",
 )
 """The modules of the public names. They are imported at first use: ``import moefw`` takes no time and no torch."""
@@ -109,6 +110,7 @@ __all__ = [
     "PrecisionPlugin",
     "Pretrained",
     "Problem",
+    "ReplacedBlocks",
     "Router",
     "RouterPlugin",
     "Routing",
@@ -131,5 +133,6 @@ __all__ = [
     "linear",
     "need",
     "offers",
+    "replace_moe",
     "save_pretrained",
 ]

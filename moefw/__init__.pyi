@@ -6,6 +6,8 @@ from moefw.compose.library import build_layer as build_layer
 from moefw.compose.pretrained import Pretrained as Pretrained
 from moefw.compose.pretrained import from_pretrained as from_pretrained
 from moefw.compose.pretrained import save_pretrained as save_pretrained
+from moefw.compose.replacing import ReplacedBlocks as ReplacedBlocks
+from moefw.compose.replacing import replace_moe as replace_moe
 from moefw.core.context import BuildContext as BuildContext
 from moefw.core.context import ModelContext as ModelContext
 from moefw.core.contracts import Attention as Attention

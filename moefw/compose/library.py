@@ -8,7 +8,7 @@ state of the router. What only the engine can do is refused when the layer is bu
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Never, TypedDict, Unpack, final
 
 import torch
@@ -226,12 +226,15 @@ class _Arguments(Marks):
         return Marks.where(self, path[1:] if path[:1] == ("model",) else path)
 
 
-def build_layers(caller: str, sizes: Mapping[str, Any], sections: Sections, device: str) -> list[Layer]:
-    """Layers of the same sizes, not initialised, that share one layout and one dispatcher."""
+def build_layers(caller: str, sizes: Mapping[str, Any], sections: Sections, device: str) -> Iterator[Layer]:
+    """Layers of the same sizes, not initialised, that share one layout and one dispatcher.
+
+    Each is built when it is asked for; problems are raised at once.
+    """
     assembly = _assemble(caller, sizes, sections, device)
     shared = Shared()
     parts = ModelParts(assembly, open_layout(assembly, device), torch.device(device), shared)
-    return [Layer(parts, number, shared) for number in assembly.layers]
+    return (Layer(parts, number, shared) for number in assembly.layers)
 
 
 def _assemble(caller: str, sizes: Mapping[str, Any], sections: Sections, device: str) -> Assembly:

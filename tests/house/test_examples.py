@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moefw.testing.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = {"own_loop": "use-in-your-own-loop"}
+EXAMPLES = {"own_loop": "use-in-your-own-loop", "replace_moe": "replace-moe-blocks"}
 """The guide of each example."""
 
 

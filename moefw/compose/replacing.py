@@ -1,0 +1,123 @@
+"""MoE layers of ours in the place of the MoE blocks of a model of ``transformers``, with the blocks' weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack, final
+
+import torch
+from torch import Tensor, nn
+
+from moefw.compose.library import Layer, LayerOutput, Sections, build_layers
+from moefw.compose.spec.sections import over
+from moefw.core.errors import ContractError, SpecError
+from moefw.models.huggingface.blocks import Block, blocks_of, problems_of
+from moefw.runtime.naming import by_parameter
+from moefw.runtime.parallel.local_shards import all_of
+
+
+@final
+class ReplacedBlock(nn.Module):
+    """A layer that is called as the block was. Its model has no way out for losses, so it holds them until asked."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+        self.losses: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Output for ``(B, S, D)``, of all tokens: a block is told of no padding."""
+        output: LayerOutput = self.layer(hidden_states)
+        self.losses = output.losses if self.training else None
+        return output.out
+
+
+@final
+class ReplacedBlocks:
+    """The layers in a model, all of which act together."""
+
+    def __init__(self, blocks: list[ReplacedBlock]) -> None:
+        self._blocks = blocks
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers, in the order of the model."""
+        return [block.layer for block in self._blocks]
+
+    def losses(self) -> Tensor:
+        """Sum of the auxiliary losses of the last forward in training; see :class:`moefw.LayerOutput`.
+
+        Raises ContractError if there was none since the last call.
+        """
+        losses = [block.losses for block in self._blocks if block.losses is not None]
+        if len(losses) < len(self._blocks):
+            raise ContractError("losses() without a forward in training before it.", "Call the model first.")
+        for block in self._blocks:
+            block.losses = None
+        return torch.stack(losses).sum()
+
+    def update(self) -> None:
+        """Advance the state of the routers: see :meth:`moefw.Layer.update`."""
+        for layer in self.layers:
+            layer.update()
+
+    def average_gradients(self) -> None:
+        """Average the gradients of the layers over all ranks: see :meth:`moefw.Layer.average_gradients`."""
+        for layer in self.layers:
+            layer.average_gradients()
+
+    def close(self) -> None:
+        """Free what exists once in the process: see :meth:`moefw.Layer.close`."""
+        for layer in self.layers:
+            layer.close()
+
+
+def replace_moe(model: nn.Module, **sections: Unpack[Sections]) -> ReplacedBlocks:
+    """Put MoE layers in the place of the MoE blocks of a model of ``transformers``, and take their weights over.
+
+    The layers compute what the blocks did, under the ``sections`` of a spec, as :func:`moefw.build_layer` takes them.
+    Options of ``routing`` go over those of the model. Blocks are replaced one after another, and the old ones freed.
+    Parameters are fp32. Collective in an initialised world, in which every rank has the whole model.
+
+    Raises SpecError, PluginError or PlanError with every problem, before anything is replaced: for models other than
+    Mixtral, OLMoE and Qwen3-MoE, and for the model's own auxiliary loss, ``output_router_logits``, whose routers go.
+    """
+    blocks = blocks_of(model)
+    problems = list(problems_of(model, blocks))
+    if problems:
+        raise SpecError(problems)
+    _refuse_router_logits(model, (), {})
+    routing: Any = over({"routing": dict(blocks[0].routing)}, {"routing": sections.get("routing", {})})["routing"]
+    sizes = {**blocks[0].sizes, "num_layers": len(blocks)}
+    layers = build_layers("replace_moe()", sizes, {**sections, "routing": routing}, blocks[0].device)
+    model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
+    replaced = []
+    for layer in layers:
+        block = blocks.pop(0)  # no reference to it stays, so its weights are free before the next layer is built
+        take_over(layer, block)
+        replaced.append(ReplacedBlock(layer.train(block.module.training)))
+        block.replace(replaced[-1])
+    return ReplacedBlocks(replaced)
+
+
+@torch.no_grad()
+def take_over(layer: Layer, block: Block) -> None:
+    """Copy the weights of a block, of the experts that this rank holds. What the block has none of is zero."""
+    for parameter, pieces in by_parameter(layer.moe):
+        with all_of(parameter) as values:
+            for piece in pieces:
+                weight = block.origin(piece.name)
+                if weight is None:
+                    piece.of(values).zero_()
+                else:
+                    piece.of(values).copy_(weight if piece.shard is None else piece.shard.of(weight))
+
+
+def _refuse_router_logits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise SpecError if the model is asked for the logits of routers, of which it makes a loss."""
+    config: Any = model.config
+    asked = kwargs.get("output_router_logits")
+    if config.output_router_logits if asked is None else asked:
+        what = "output_router_logits reads the routers of blocks that are replaced, so its loss would be 0."
+        fix = "Set it to False, give replace_moe a routing with balance, and add losses() to the loss."
+        raise SpecError(what, fix)

@@ -1,0 +1,95 @@
+"""MoE blocks of models of ``transformers`` in memory: their sizes, how they route, and where they hold each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from attrs import frozen
+from torch import Tensor, nn
+
+from moefw.core.errors import Problem
+from moefw.models.huggingface.origins import DECODER, origins_of
+
+NORMALISED: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "MixtralSparseMoeBlock": lambda block: True,
+    "OlmoeSparseMoeBlock": lambda block: block.gate.norm_topk_prob,
+    "Qwen3MoeSparseMoeBlock": lambda block: block.gate.norm_topk_prob,
+}
+"""Classes of blocks that can be replaced, and whether a block divides the weights of chosen experts by their sum."""
+
+
+@frozen(eq=False)
+class Block:
+    """The MoE block called ``name`` in its model, an attribute of ``parent``."""
+
+    name: str
+    parent: nn.Module
+    module: Any
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of the layer that computes the same."""
+        num_experts, dim, expert_dim = self.module.experts.down_proj.shape
+        return {
+            "dim": dim,
+            "expert_dim": expert_dim,
+            "num_experts": num_experts,
+            "top_k": self.module.gate.top_k,
+        }
+
+    @property
+    def routing(self) -> Mapping[str, Any]:
+        """Section ``routing`` of that layer."""
+        normalised = NORMALISED[type(self.module).__name__](self.module)
+        return {"use": "topk", "score": "softmax", "pre_softmax": None if normalised else True}
+
+    @property
+    def device(self) -> str:
+        """Kind of the device that holds the weights."""
+        return str(self.module.gate.weight.device.type)
+
+    def origin(self, name: str) -> Tensor | None:
+        """View of the weight that a layer of ours calls ``name``; None: the block has none."""
+        held = {f"model.layers.0.mlp.{own}": weight for own, weight in self.module.named_parameters()}
+        for origin in origins_of(f"layers.0.moe.{name}", DECODER):
+            if origin.name in held:
+                view: Tensor = origin.of(held[origin.name])
+                return view
+        return None
+
+    def replace(self, module: nn.Module) -> None:
+        """Put ``module`` in the place of the block."""
+        setattr(self.parent, self.name.rpartition(".")[2], module)
+
+
+def blocks_of(model: nn.Module) -> list[Block]:
+    """MoE blocks of a model, in order."""
+    return [
+        Block(name, model.get_submodule(name.rpartition(".")[0]), module)
+        for name, module in model.named_modules()
+        if type(module).__name__ in NORMALISED
+    ]
+
+
+def problems_of(model: nn.Module, blocks: list[Block]) -> Iterator[Problem]:
+    """Yield why blocks cannot be replaced."""
+    if not hasattr(model, "config"):
+        yield Problem(f"{type(model).__name__} is no model of transformers: it has no config.", "Hand over the model.")
+    if not blocks:
+        known = ", ".join(NORMALISED)
+        yield Problem(f"{type(model).__name__} has no MoE block that can be replaced.", f"Known: {known}.")
+    for block in blocks:
+        module = block.module
+        activation = type(module.experts.act_fn).__name__
+        if activation not in ("SiLU", "SiLUActivation"):
+            yield Problem(f"the activation of its experts is {activation}.", "Only SiLU is supported.", block.name)
+        if getattr(module, "jitter_noise", 0.0):
+            what = f"it multiplies tokens by random numbers (router_jitter_noise {module.jitter_noise})."
+            yield Problem(what, "Set router_jitter_noise to 0, or use routing.jitter, of the router alone.", block.name)
+        if block.sizes != blocks[0].sizes or block.routing != blocks[0].routing:
+            what = f"its sizes or its routing differ from those of {blocks[0].name}."
+            yield Problem(what, "All MoE blocks must be alike.", block.name)
+        if module.gate.weight.device != blocks[0].module.gate.weight.device:
+            what = f"it is on {module.gate.weight.device}, and {blocks[0].name} is not."
+            yield Problem(what, "Move the model to one device.", block.name)

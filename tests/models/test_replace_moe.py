@@ -1,0 +1,156 @@
+"""A model of ``transformers`` computes the same with our layers in it, gradients included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import moefw
+from hf_models import MODELS, SIZES, VOCABULARY, theirs
+from moefw.models.huggingface.blocks import blocks_of
+from moefw.runtime.naming import by_parameter
+from moefw.testing.pool import RankPool
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
+    "olmoe, normalised": ("olmoe", {"norm_topk_prob": True}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe, normalised": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
+}
+
+
+def oracle(case: str) -> Any:
+    family, options = CASES[case]
+    return theirs(family, {**SIZES, **MODELS[family], **options})
+
+
+def ids(rank: int) -> Tensor:
+    return torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(rank))
+
+
+def close(found: Tensor | None, wanted: Tensor | None, name: str) -> None:
+    assert found is not None
+    assert wanted is not None
+    assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max(), name
+
+
+def of_blocks(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Gradients of the MoE blocks of a model of theirs, by their names."""
+    return [
+        {name: weight.grad.clone() for name, weight in block.module.named_parameters() if weight.grad is not None}
+        for block in blocks_of(model)
+    ]
+
+
+def stacked(layer: moefw.Layer, name: str, experts: list[int]) -> Tensor:
+    """Gradient of a layer of ours under a name of theirs, for some experts."""
+    grads = {}
+    for parameter, pieces in by_parameter(layer.moe):
+        assert parameter.grad is not None
+        grads |= {piece.name: piece.of(parameter.grad) for piece in pieces}
+    if name == "gate.weight":
+        return grads["router.weight"]
+    parts = ["gate", "up"] if "gate_up" in name else ["down"]
+    return torch.stack([torch.cat([grads[f"experts.{e}.{part}_proj.weight"] for part in parts]) for e in experts])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
+    before = oracle(case)
+    wanted = before(input_ids=ids(0), labels=ids(0))
+    wanted.loss.backward()
+    model = oracle(case)
+    moe = moefw.replace_moe(model)
+    found = model(input_ids=ids(0), labels=ids(0))
+    found.loss.backward()
+    close(found.logits, wanted.logits, "logits")
+    theirs_by_name = dict(before.named_parameters())
+    for name, parameter in model.named_parameters():
+        if ".layer.moe." not in name:
+            close(parameter.grad, theirs_by_name[name].grad, name)
+    for layer, gradients in zip(moe.layers, of_blocks(before), strict=True):
+        for name, gradient in gradients.items():
+            close(stacked(layer, name, [*range(8)]), gradient, name)
+    assert moe.losses() == 0
+    assert torch.allclose(model.eval()(input_ids=ids(1)).logits, before.eval()(input_ids=ids(1)).logits, atol=1e-5)
+
+
+def on_ranks(case: str) -> tuple[Tensor, list[dict[str, Tensor]], list[int]]:
+    """Logits of this rank, averaged gradients of the layers by their names, and the experts of this rank."""
+    model = oracle(case)
+    moe = moefw.replace_moe(model, parallel={"experts": {"ep": 2}})
+    output = model(input_ids=ids(dist.get_rank()), labels=ids(dist.get_rank()))
+    output.loss.backward()
+    moe.average_gradients()
+    first = 4 * dist.get_rank()
+    experts = [*range(first, first + 4)]
+    names = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+    grads = [{name: stacked(layer, name, experts) for name in names} for layer in moe.layers]
+    moe.close()
+    return output.logits.detach(), grads, experts
+
+
+@pytest.mark.parametrize("case", ["mixtral", "olmoe", "qwen3_moe, normalised"])
+def test_so_are_they_where_ranks_share_the_experts(pool: RankPool, case: str) -> None:
+    ranks = pool.run(on_ranks, 2, case)
+    before = oracle(case)
+    for rank, (logits, _, _) in enumerate(ranks):
+        wanted = before(input_ids=ids(rank), labels=ids(rank))
+        (wanted.loss / 2).backward()
+        close(logits, wanted.logits, "logits")
+    for _, layers, experts in ranks:
+        for own, gradients in zip(layers, of_blocks(before), strict=True):
+            for name, gradient in gradients.items():
+                close(own[name], gradient if name == "gate.weight" else gradient[experts], name)
+
+
+def test_a_balance_that_is_asked_for_is_a_loss_and_a_state() -> None:
+    model = oracle("mixtral")
+    routing = {"score": "sigmoid", "pre_softmax": None, "balance": [{"kind": "expert_bias"}, {"kind": "z_loss"}]}
+    moe = moefw.replace_moe(model, routing=routing)
+    model(input_ids=ids(0))
+    losses = moe.losses()
+    losses.backward()
+    for layer in moe.layers:
+        router: Any = layer.moe.router
+        assert router.weight.grad.any()
+        assert not router.expert_bias.any()
+    moe.update()
+    assert all(layer.moe.router.expert_bias.any() for layer in moe.layers)  # type: ignore[union-attr,operator]
+    with pytest.raises(moefw.ContractError, match="without a forward in training"):
+        moe.losses()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_other_families_are_refused_with_those_that_are_not(family: str) -> None:
+    model = theirs(family, {**SIZES, **MODELS[family]})
+    with pytest.raises(moefw.SpecError, match=r"no MoE block that can be replaced\. Known: MixtralSparseMoeBlock, Olm"):
+        moefw.replace_moe(model)
+
+
+def test_the_loss_of_transformers_is_refused_and_nothing_is_replaced() -> None:
+    model = theirs("mixtral", {**SIZES, **MODELS["mixtral"], "output_router_logits": True})
+    with pytest.raises(moefw.SpecError, match="output_router_logits reads the routers"):
+        moefw.replace_moe(model)
+    assert len(blocks_of(model)) == 2
+    model.config.output_router_logits = False
+    with pytest.raises(moefw.PluginError, match=r"replace_moe\(\) gemm\.use: no plugin is called"):
+        moefw.replace_moe(model, gemm={"use": "nothing"})
+    assert len(blocks_of(model)) == 2
+    moefw.replace_moe(model)
+    with pytest.raises(moefw.SpecError, match="output_router_logits reads the routers"):
+        model(input_ids=ids(0), output_router_logits=True)
+
+
+def test_what_a_block_does_and_a_layer_does_not_is_refused() -> None:
+    options = {**SIZES, **MODELS["mixtral"], "hidden_act": "gelu", "router_jitter_noise": 0.1}
+    with pytest.raises(moefw.SpecError) as raised:
+        moefw.replace_moe(theirs("mixtral", options))
+    assert len(raised.value.problems) == 4  # two of each of two blocks
+    assert "model.layers.1.mlp: the activation of its experts is GELUActivation." in str(raised.value)
