@@ -32,7 +32,7 @@ COMMANDS = {
     "convert": "A Hugging Face folder as a run, and a run's model as such a folder.",
     "check": "Every problem of SPEC at once, without a GPU or a process group.",
     "plan": "What a rank will hold in memory, by category and by region, from SPEC alone.",
-    "plugins": "Every plugin by kind: where from, usable here or why not.",
+    "plugins": "Every plugin by kind: where from, usable here; of one, why not, and its options.",
     "matrix": "What goes with what, and why the rest does not.",
     "new": "Write a package with a plugin of your own, which passes its suite as it is.",
     "schema": "JSON Schema of a spec, for editors.",

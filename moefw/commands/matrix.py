@@ -11,6 +11,7 @@ from attrs import frozen
 from rich.console import Console
 
 from moefw.commands.tables import print_table
+from moefw.commands.waiting import waiting
 from moefw.compose.registry import Registry
 from moefw.compose.spec.source import counted
 from moefw.compose.spec.structure import plain
@@ -45,7 +46,8 @@ def matrix(as_json: bool, markdown: bool, everybody: bool) -> None:
 
     Nothing is started, and this machine is not inspected: the needs of plugins on a machine are listed separately.
     """
-    surveyed = survey(Registry(), ours_only=not everybody)
+    with waiting("resolving every pair of variants"):
+        surveyed = survey(Registry(), ours_only=not everybody)
     if as_json:
         click.echo(json.dumps(data(surveyed), indent=2))
     elif markdown:

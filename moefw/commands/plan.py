@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moefw.commands import specs
 from moefw.commands.tables import print_table
+from moefw.commands.waiting import waiting
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError
 from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
@@ -47,7 +48,9 @@ def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool
     Problems that `moefw check` would report are printed instead: exits with 2 then.
     """
     try:
-        planned = ledger(specs.read(spec, overrides, world), cache=cache_dir() / PLANS)
+        assembly = specs.read(spec, overrides, world)
+        with waiting("running a step of a rank on tensors without memory"):
+            planned = ledger(assembly, cache=cache_dir() / PLANS)
     except MoefwError as error:
         if not as_json:
             raise

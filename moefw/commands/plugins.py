@@ -18,8 +18,11 @@ from moefw.commands.kinds import page as kinds_page
 from moefw.commands.tables import print_lines
 from moefw.compose.machine import lone_site, this_machine
 from moefw.compose.registry import Offer, RegisteredPlugin, Registry
+from moefw.compose.spec.hints import flow
 from moefw.compose.spec.option_texts import option_texts
 from moefw.compose.spec.structure import plain
+from moefw.core.errors import PluginError, nearest
+from moefw.core.kinds import KINDS
 from moefw.core.plugin import Plugin
 from moefw.core.site import Dims, Site
 
@@ -27,11 +30,16 @@ HEADINGS = ("kind", "name", "distribution", "usable here", "what it is")
 
 
 @click.command()
+@click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--kinds", is_flag=True, help="Print the page docs/guides/kinds.md: the kinds of plugin.")
 @click.option("--facts", is_flag=True, help="Print the page docs/guides/facts.md: the words of offers and needs.")
-def plugins(as_json: bool, kinds: bool, facts: bool) -> None:
-    """List every part by kind: distribution, version, usable here or why not; observers; what is not allowed."""
+def plugins(name: str | None, as_json: bool, kinds: bool, facts: bool) -> None:
+    """List every part by kind: distribution, version, usable here; observers; what is not allowed.
+
+    With NAME, tell of that part alone why it is not usable here, or only in part, and its options. --json tells both
+    of all parts.
+    """
     if kinds or facts:
         click.echo("\n".join(kinds_page() if kinds else facts_page()))
         return
@@ -40,10 +48,17 @@ def plugins(as_json: bool, kinds: bool, facts: bool) -> None:
     dims = Dims(model_dim=256, expert_dim=256, num_experts=16, top_k=4)
     site = lone_site(dims, this_machine())
     listed = [describe(part, site) for part in registry.parts()]
+    if name is not None:
+        listed = [entry for entry in listed if entry["name"] == name]
+        if not listed:
+            raise PluginError(f"no part is called {name!r}.", nearest(name, (part.name for part in registry.parts())))
     if as_json:
         others = {"observers": [*map(_origin, registry.observers)], "not_allowed": [*map(_origin, registry.barred)]}
         said = {"warnings": registry.warnings, "problems": plain(problems)}
         click.echo(json.dumps({"plugins": listed, **others, **said}, indent=2, default=str))
+        return
+    if name is not None:
+        click.echo("\n\n".join("\n".join(_page(entry)) for entry in listed))
         return
     console = Console(markup=False, highlight=False)
     if console.is_terminal:
@@ -136,17 +151,37 @@ def _lack(part: Plugin, site: Site) -> str:
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
-    usable = {True: "in part" if entry["reason"] else "yes", False: "no", None: "depends"}[entry["usable"]]
-    what = f"{entry['summary']} ({entry['reason']})" if entry["reason"] else entry["summary"]
-    return entry["kind"], entry["name"], f"{entry['distribution']} {entry['version']}", usable, what.strip()
+    distribution = f"{entry['distribution']} {entry['version']}"
+    return entry["kind"], entry["name"], distribution, _verdict(entry), entry["summary"]
+
+
+def _verdict(entry: dict[str, Any]) -> str:
+    return {True: "in part" if entry["reason"] else "yes", False: "no", None: "depends"}[entry["usable"]]
+
+
+def _page(entry: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines that describe one plugin."""
+    kind = KINDS[entry["kind"]]
+    yield f"{entry['name']}, {kind.one} of {entry['distribution']} {entry['version']}: {entry['summary']}"
+    yield f"usable here: {_verdict(entry)}{': ' if entry['reason'] else ''}{entry['reason']}"
+    for option, default in entry["options"].items():
+        value = "required" if option in entry["required"] else flow(default)
+        yield f"  {option} ({value}): {entry['option_texts'].get(option, '')}".rstrip(": ")
 
 
 def _print_table(console: Console, listed: Sequence[dict[str, Any]]) -> None:
-    table = Table(*HEADINGS)
+    """Print the plugins of each kind under its name. Only summaries are wrapped: names can be copied."""
+    rows = [HEADINGS, *map(_row, listed)]
+    *names, what = HEADINGS[1:]
+    table = Table()
+    for index, heading in enumerate(names, start=1):
+        table.add_column(heading, no_wrap=True, min_width=max(len(row[index]) for row in rows))
+    table.add_column(what)
     styles = {True: "", False: "red", None: "yellow"}
-    for _, group in itertools.groupby(listed, key=lambda entry: entry["kind"]):
-        for index, entry in enumerate(group):
-            kind, *cells = _row(entry)
-            table.add_row("" if index else kind, *cells, style=styles[entry["usable"]])
+    for kind, group in itertools.groupby(listed, key=lambda entry: entry["kind"]):
+        table.add_row(kind, style="bold")
+        for entry in group:
+            table.add_row(*_row(entry)[1:], style=styles[entry["usable"]])
         table.add_section()
     console.print(table)
+    console.print("`moefw plugins NAME` tells why a part is not usable here, and its options.", soft_wrap=True)

@@ -19,6 +19,7 @@ from moefw.commands.check import check
 from moefw.commands.facts import MEANINGS, SETTLED
 from moefw.commands.plugins import plugins
 from moefw.commands.schema import schema
+from moefw.core.errors import PluginError
 from moefw.core.facts import FACTS, Rule
 from moefw.core.kinds import KINDS
 from moefw.core.site import Machine
@@ -68,6 +69,26 @@ class TestPlugins:
         result = CliRunner().invoke(plugins, env={"FORCE_COLOR": "1", "COLUMNS": "160"})
         assert "│ alltoall" in result.stdout
 
+    def test_a_terminal_of_eighty_columns_holds_it(self):
+        result = CliRunner().invoke(plugins, env={"FORCE_COLOR": "1", "COLUMNS": "80"})
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert len(lines) < 5 * len(listing()["plugins"])
+        assert all(any(f"│ {entry['name']} " in line for line in lines) for entry in listing()["plugins"])
+
+    def test_a_name_tells_of_that_part_alone(self):
+        head, usable, *options = CliRunner().invoke(plugins, ["keep"]).stdout.splitlines()
+        assert head.startswith(f"keep, a memory policy of moefw {moefw.__version__}: ")
+        assert usable == "usable here: yes"
+        assert options[0].startswith("  regions (required): ")
+        assert [
+            entry["name"] for entry in json.loads(CliRunner().invoke(plugins, ["keep", "--json"]).stdout)["plugins"]
+        ] == ["keep"]
+
+    def test_a_name_that_is_none_is_answered_with_the_nearest(self):
+        with pytest.raises(PluginError, match=r"no part is called 'kepe'\. Did you mean 'keep'\?"):
+            CliRunner().invoke(plugins, ["kepe"], catch_exceptions=False, standalone_mode=False)
+
     def test_a_part_whose_package_is_absent_says_what_to_install(self, install):
         needs = """
         def needs(self, site):
@@ -78,8 +99,11 @@ class TestPlugins:
         assert fast["usable"] is False
         assert fast["reason"] == "needs the package no_such_lib: it moves the rows. pip install 'thing[fast]'"
         assert (fast["distribution"], fast["version"]) == ("other-parts", "1.5")
-        table = CliRunner().invoke(plugins, env={"FORCE_COLOR": "1", "COLUMNS": "300"}).stdout
-        assert "'thing[fast]'" in table
+        colored = CliRunner().invoke(plugins, env={"FORCE_COLOR": "1", "COLUMNS": "300"}).stdout
+        table = re.sub(r"\x1b\[[0-9;]*m", "", colored)
+        assert re.search(r"fast .*│ no ", table)
+        assert "'thing[fast]'" not in table
+        assert f"usable here: no: {fast['reason']}\n" in CliRunner().invoke(plugins, ["fast"]).stdout
 
     def test_a_part_for_another_device_is_not_usable(self, install, monkeypatch):
         needs = 'def needs(self, site): return [moefw.need("device", ("cuda",), reason="its kernels are CUDA")]'
