@@ -138,9 +138,10 @@ class Float8BlockQuantizer(Quantizer):
 
     def encode(self, x: Tensor, columnwise: bool) -> Quantized:
         assert self.given["amax_epsilon"] == 0
+        assert self.fmt is E4M3, "no recipe of ours makes blocks of another format"
         power_of_two, block = self.given["force_pow_2_scales"], self.block(columnwise)
         assert block is not None
-        made = quantize_fp8(x, block=block, fmt=self.fmt, power_of_two=power_of_two)
+        made = quantize_fp8(x, block=block, power_of_two=power_of_two)
         return made.along(-2) if columnwise and self.square else made
 
     def store(self, x: Tensor, parts: Any) -> Storage:
@@ -158,7 +159,8 @@ class MXFP8Quantizer(Quantizer):
     def encode(self, x: Tensor, columnwise: bool) -> Quantized:
         block = self.block(columnwise)
         assert block is not None
-        return quantize_mxfp8(x, block=block, fmt=self.fmt)
+        assert self.fmt is E4M3, "no recipe of ours makes blocks of another format"
+        return quantize_mxfp8(x, block=block)
 
     def store(self, x: Tensor, parts: Any) -> Storage:
         more = {"fp8_dtype": self.given["fp8_dtype"], "fake_dtype": x.dtype}
