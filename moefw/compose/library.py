@@ -7,7 +7,6 @@ state of the router. What only the engine can do is refused when the layer is bu
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Never, TypedDict, Unpack, final
 
@@ -21,6 +20,7 @@ from moefw.compose.build import ModelParts, Shared, open_layout
 from moefw.compose.defaults import defaults
 from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble_tree
+from moefw.compose.router_steps import RouterSteps, mean_scale
 from moefw.compose.spec.source import KeyPath, Marks, Tree
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError, PlanError, Problem, SpecError, nearest
@@ -32,8 +32,7 @@ from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.layer import Returning, Sent
 from moefw.runtime.naming import expert_parameters, initialise
-from moefw.runtime.parallel.gradients import Gradients, all_reduce_flat
-from moefw.runtime.parallel.holders import STAGE
+from moefw.runtime.parallel.gradients import Gradients
 from moefw.runtime.phases import straight
 
 SIDES: Sequence[Side] = ("dense", "experts")
@@ -66,14 +65,11 @@ class Layer(nn.Module):
         self._shared = shared
         self._dtype = recipe.residual_dtype
         self._draws = recipe.draws
-        self._seen: dict[str, Tensor] = {}
-        """Statistics in training since the last update, summed."""
-        self._seen_at = 0
-        """Version of the router's parameters when they were added."""
         router: Any = self.moe.router
-        self._states = [state.name for state in router.state_spec()]
-        for name in self._states:
-            router.register_buffer(name, router.get_buffer(name))  # part of state_dict(), as there is no checkpoint
+        for state in router.state_spec():
+            # Part of state_dict(), as there is no checkpoint of ours.
+            router.register_buffer(state.name, router.get_buffer(state.name))
+        self._steps = RouterSteps({number: router}, self.layout, warns=True)
 
         def send(tokens_and_batch: tuple[Tensor, Batch]) -> Sent:
             return self.moe.send(*tokens_and_batch)
@@ -98,7 +94,7 @@ class Layer(nn.Module):
         with forward_with(aux_losses=losses):
             out_TD, stats = self._run((x.reshape(-1, self.dim).to(self._dtype), batch))
         if self.training:
-            self._count(stats)
+            self._steps.add({self.moe.number: stats})
         zero = torch.zeros((), device=x.device)
         return LayerOutput(out=out_TD.to(x.dtype).view_as(x), losses=sum(losses, zero).float(), stats=stats)
 
@@ -118,42 +114,22 @@ class Layer(nn.Module):
         mask_BS = None if mask is None else mask.reshape(rows)
         if not self.training:
             return Batch(ids_BS=ids_BS, labels_BS=ids_BS, mask_BS=mask_BS)
-        num_valid = ids_BS.numel() if mask_BS is None else mask_BS.sum()
         batch = Batch(
             ids_BS=ids_BS,
             labels_BS=ids_BS,
             mask_BS=mask_BS,
-            loss_scale=1.0 / torch.as_tensor(num_valid, dtype=torch.float32, device=x.device).clamp_min(1),
+            loss_scale=mean_scale(ids_BS, mask_BS),
             seeds_B=torch.randint(2**62, rows[:1], device=x.device),
         )
         return keyed(batch) if self._draws else batch
 
-    @torch.no_grad()
-    def _count(self, stats: LayerStats) -> None:
-        """Add statistics, and warn if the optimizer has made a step since those before."""
-        version = sum(parameter._version for parameter in self.moe.router.parameters())
-        if self._states and self._seen and version != self._seen_at:
-            what = f"The router has {', '.join(self._states)}, which advances in update(), and update() was not called."
-            warnings.warn(f"{what} Call it after each step of the optimizer.", stacklevel=3)
-        self._seen_at = version
-        for name, value in stats.stats.items():
-            self._seen[name] = self._seen.get(name, 0.0) + value.double()
-
-    @torch.no_grad()
     def update(self) -> None:
         """Advance the router's state, such as an expert bias, by all forwards in training since the last update.
 
         Call it after each step of the optimizer. Collective over all ranks. Raises ContractError before a forward in
         training.
         """
-        if not self._seen:
-            raise ContractError("update() of a layer that has seen no tokens in training.", "Call it after a step.")
-        group = self.layout.group(*STAGE)
-        if group is not None:
-            all_reduce_flat([*self._seen.values()], group)
-        router: Any = self.moe.router
-        router.update(self._seen)
-        self._seen = {}
+        self._steps.update()
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Parameters of the experts that this rank holds. With an ep above 1, other ranks hold other experts."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -18,6 +19,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
+from moefw.compose.router_steps import RouterSteps, mean_scale
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
 from moefw.core.errors import CheckpointError, MoefwError, SpecError
@@ -31,6 +33,8 @@ from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Description, Written, lay_out
 from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.runtime.finite import all_finite
+from moefw.runtime.forward_context import forward_with
+from moefw.runtime.layer import MoELayer
 from moefw.runtime.naming import state_tensors
 from moefw.runtime.parallel.holders import holdings, writes_state
 from moefw.system.folders import new_folder
@@ -48,30 +52,67 @@ class Source:
 
 @final
 class Pretrained(nn.Module):
-    """A model of a Hugging Face folder. ``model(input_ids)`` returns logits; ``module`` is the model that trains."""
+    """A model of a Hugging Face folder. ``model(input_ids)`` returns logits; ``module`` is the model that trains.
 
-    def __init__(self, module: Any, assembly: Assembly, layout: Layout, source: Source) -> None:
+    ``balances``: whether routers are to be updated after each step of an optimizer.
+    """
+
+    def __init__(self, module: Any, assembly: Assembly, layout: Layout, source: Source, *, balances: bool) -> None:
         super().__init__()
         self.module = module
         self.assembly = assembly
         self.layout = layout
         self.source = source
+        routers = {layer.number: layer.router for layer in module.modules() if isinstance(layer, MoELayer)}
+        self._steps = RouterSteps(routers, layout, warns=balances)
+        self._losses: Sequence[Tensor] = ()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits ``(B, S, V)`` of ids ``(B, S)``, int64. ``attention_mask``: 1 for tokens, 0 for padding.
 
-        Tokens see no padding, on whichever side it is; logits of padding mean nothing.
+        Tokens see no padding, on whichever side it is; logits of padding mean nothing. In training, the auxiliary
+        losses of routers wait for :meth:`losses`; a forward that finds some that nobody has taken warns.
         """
         tokens = None if attention_mask is None else attention_mask.bool()
+        trains = self.training and torch.is_grad_enabled()
         batch = Batch(
             ids_BS=input_ids,
             labels_BS=input_ids,
             mask_BS=tokens,
             documents_BS=None if tokens is None else tokens.long(),
+            loss_scale=mean_scale(input_ids, tokens) if trains else None,
             dropless=True,
         )
-        logits: Tensor = self.module.logits(batch)[0]
+        losses: list[Tensor] = []
+        logits: Tensor
+        with forward_with(aux_losses=losses):
+            logits, layers = self.module.logits(batch)
+        if trains:
+            if self._losses:
+                what = "Routers have auxiliary losses, and nobody has taken those of the forward before."
+                warnings.warn(f"{what} Add losses() to the loss, or leave balance out.", stacklevel=2)
+            self._losses = tuple(losses)  # a region that runs again in backward adds to the list
+            self._steps.add(layers)
         return logits
+
+    def losses(self) -> Tensor:
+        """Sum of the auxiliary losses of the last forward in training, each ``coefficient * mean over its tokens``.
+
+        Add it to a loss that is a mean over these tokens. Under cp and tp it is this rank's part of the sum. 0 if there
+        are no such losses.
+        """
+        zero = torch.zeros((), device=next(self.module.parameters()).device)
+        total = sum(self._losses, zero).float()
+        self._losses = ()
+        return total
+
+    def update(self) -> None:
+        """Advance the state of the routers, such as an expert bias, by the forwards in training since the last update.
+
+        Call it after each step of an optimizer, unless the bias is to stay. Collective. Raises ContractError before a
+        forward in training.
+        """
+        self._steps.update()
 
 
 def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mapping[str, Any]) -> Pretrained:
@@ -92,7 +133,8 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world, trains=False)
     layout = open_layout(assembly, device)
     module = build_model(assembly, layout, torch.device(device), Shared())
-    return Pretrained(module, assembly, layout, read_weights(module, root, assembly, layout.host_group()))
+    source = read_weights(module, root, assembly, layout.host_group())
+    return Pretrained(module, assembly, layout, source, balances="routing" in sections)
 
 
 def read_weights(module: nn.Module, path: Path, assembly: Assembly, group: ProcessGroup | None) -> Source:

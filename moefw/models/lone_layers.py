@@ -43,10 +43,11 @@ class LoneLayers(ModelPlugin):
         """Offer the regions of a layer, and what it does for a recipe.
 
         What a step of the engine or a model around the layer would do is not offered: losses over all layers, recipes
-        that remember steps, tokens that ranks share. The router may not run again, which would lose its losses.
+        that remember steps, tokens that ranks share.
         """
-        treated = [("router", "keep"), ("router", "offload"), ("dispatch", "keep"), ("dispatch", "recompute")]
-        treated += [("experts", mechanism) for mechanism in ("keep", "recompute", "offload")]
+        mechanisms = ("keep", "recompute", "offload")
+        treated = [(region, mechanism) for region in ("router", "experts") for mechanism in mechanisms]
+        treated += [("dispatch", "keep"), ("dispatch", "recompute")]
         return moefw.offers(region=tuple(treated), by_pass=True, row_keys=True)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:

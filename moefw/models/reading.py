@@ -18,6 +18,7 @@ from moefw.models.embedding import IGNORED
 from moefw.models.past import Past
 from moefw.models.sizes import Sizes
 from moefw.models.staged import StagedForward
+from moefw.runtime.forward_context import forward_context
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
@@ -30,6 +31,9 @@ class Readable(Protocol):
 
     def predictions(self, stream: Stream) -> Sequence[Tensor]:
         """Logits ``(T, v)`` of all tokens, for this rank's part of the vocabulary."""
+
+    def layer_losses(self, stream: Stream) -> Mapping[str, Tensor]:
+        """Losses over all MoE layers by name, in training: sums over tokens."""
 
 
 @final
@@ -56,8 +60,14 @@ class Reading:
         return not is_cut and all(isinstance(attention, CachedAttention) for attention in attentions)
 
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
-        """``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp."""
+        """``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp.
+
+        Losses over all layers are handed to who collects auxiliary losses, as routers hand over those of a layer.
+        """
         logits_BSV, stream = self._read(batch, past=None)
+        collected = forward_context().aux_losses
+        if collected is not None and batch.loss_scale is not None:
+            collected += [loss * batch.loss_scale for loss in self._model.layer_losses(stream).values()]
         return logits_BSV, stream.layers
 
     def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:

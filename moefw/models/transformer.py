@@ -171,10 +171,16 @@ class Transformer(nn.Module):
         named = {
             f"mtp_{depth}_loss": loss * (self.options.mtp_coeff / len(further)) for depth, loss in enumerate(further, 1)
         }
-        if stream.pooled:  # losses over all MoE layers, which any router of them computes
-            router: Any = next(block.moe.router for block in self.layers if isinstance(block, MoEBlock))
-            named |= router.over_layers(stream.pooled)
+        named |= self.layer_losses(stream)
         return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers, losses=named)
+
+    def layer_losses(self, stream: Stream) -> Mapping[str, Tensor]:
+        """Losses over all MoE layers by name, in training: sums over tokens. Any router of them computes these."""
+        if not stream.pooled:
+            return {}
+        router: Any = next(block.moe.router for block in self.layers if isinstance(block, MoEBlock))
+        losses: Mapping[str, Tensor] = router.over_layers(stream.pooled)
+        return losses
 
     def _losses(self, stream: Stream) -> Sequence[Tensor]:
         """Loss of this rank's part of the tokens, summed in fp32: of the next token, and of further ones."""

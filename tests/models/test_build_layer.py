@@ -22,7 +22,7 @@ ROUTING = {"use": "topk", "balance": LOSSES}
 BIASED = {"use": "topk", "score": "sigmoid", "balance": [{"kind": "expert_bias", "rate": 0.1}]}
 PARTS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "experts recomputed": {"memory": [{"use": "recompute", "regions": ["experts"]}]},
+    "router and experts recomputed": {"memory": [{"use": "recompute", "regions": ["router", "experts"]}]},
     "activation and dispatch recomputed": {"memory": [{"use": "recompute", "regions": ["moe_act", "dispatch"]}]},
     "one expert after another": {"gemm": {"use": "loop"}},
     "rows gathered": {"dispatch": {"use": "allgather"}},
@@ -180,11 +180,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[moefw.MoefwError], str]] = {
         moefw.PlanError,
         "delayed scaling remembers",
     ),
-    "a router that would run twice": (
-        {"memory": [{"use": "recompute", "regions": ["router"]}]},
-        moefw.PlanError,
-        "region router to allow recompute",
-    ),
     "a region of an attention": (
         {"memory": [{"use": "recompute", "regions": ["core_attn"]}]},
         moefw.PlanError,
@@ -221,7 +216,7 @@ def test_a_wrong_call_says_what_to_hand_over() -> None:
     for call, message in (
         (lambda: layer(x[..., :4]), "Hand over (T, 8) or (B, S, 8)."),
         (lambda: layer(x, mask_BS.float()), "Hand over (2, 7) torch.bool"),
-        (layer.update, "has seen no tokens in training"),
+        (layer.update, "have seen no tokens in training"),
         (lambda: copy.deepcopy(layer), "cannot be copied"),
     ):
         with pytest.raises(moefw.ContractError) as raised:

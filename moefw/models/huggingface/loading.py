@@ -39,8 +39,12 @@ def placed(
     for name, shape in own.items():
         places = [origin for origin in origins_of(name, rules) if origin.name in folder.tensors]
         if not places:
-            usual = next(origins_of(name, rules)).name
-            problems.append(Problem(f"{folder.path} lacks {usual} of shape {shape}.", _fix(name)))
+            usual = next(origins_of(name, rules), None)
+            if usual is None:
+                what = f"{folder.path} has no place for {name}: its family has no such tensor."
+                problems.append(Problem(what, "Leave out the option that adds it."))
+            else:
+                problems.append(Problem(f"{folder.path} lacks {usual.name} of shape {shape}.", _fix(name)))
         elif len(tensors := sorted({place.name for place in places})) > 1:
             what = f"{folder.path} holds {name} twice: in {tensors[0]} and in {tensors[1]}."
             problems.append(Problem(what, "Remove one of them."))
