@@ -46,9 +46,9 @@ class Tokenized(DataSourcePlugin):
     def check(self, site: Site) -> Sequence[moefw.Problem | Iterator[moefw.Problem]]:
         """Problems of ``bpe-N``: too few ids for all bytes and the end of a text, or a misspelt name."""
         if self.bpe_size is None:
-            slip = re.match(r"\s*bpe", self.tokenizer, re.IGNORECASE) and not re.search(r"/|\.json$", self.tokenizer)
             what = f"{self.tokenizer!r} is neither bytes, nor bpe- and a number, nor the path of a tokenizer.json."
-            return [moefw.Problem(what, "Use for example bpe-2048.", "tokenizer")] if slip else []
+            fix = "Use for example bpe-2048."
+            return [moefw.Problem(what, fix, "tokenizer")] if self._is_misspelt_vocabulary else []
         if self.bpe_size > NUM_BYTES:
             return []
         what = f"{self.tokenizer} has no room for all {NUM_BYTES} bytes and the end of a text."
@@ -59,8 +59,14 @@ class Tokenized(DataSourcePlugin):
         path: str | None = getattr(self, "path", None)
         if path is not None:
             yield from missing(path, "path")
-        if os.path.isabs(self.absolute_tokenizer):
+        if os.path.isabs(self.absolute_tokenizer) and not self._is_misspelt_vocabulary:
             yield from missing(self.tokenizer, "tokenizer")
+
+    @property
+    def _is_misspelt_vocabulary(self) -> bool:
+        """Whether the tokenizer looks like ``bpe-N``, and is neither that nor a path."""
+        begins_like_one = re.match(r"\s*bpe", self.tokenizer, re.IGNORECASE) is not None
+        return begins_like_one and self.bpe_size is None and not re.search(r"/|\.json$", self.tokenizer)
 
     @property
     def absolute_tokenizer(self) -> str:
