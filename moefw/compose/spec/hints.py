@@ -76,7 +76,9 @@ def hint(kind: Any, data: object, field: attrs.Attribute[Any] | None = None) -> 
 
 
 def hint_of_missing(cls: type[Any], field: attrs.Attribute[Any]) -> str:
-    """What to write for a required option of ``cls``: an example, or what the option is."""
+    """What to write for a required option of ``cls``: its choices, an example, or what the option is."""
+    if get_origin(field.type) is Literal:
+        return nearest("", map(str, get_args(field.type)))
     value = _of_field(field)
     if value is _NONE:
         return option_texts(cls).get(field.name, "")
