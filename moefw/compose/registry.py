@@ -20,9 +20,9 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 import moefw
 from moefw.compose.built_in import built_in
-from moefw.compose.process_state import unchanged
 from moefw.compose.spec.sections import inner_plugins
 from moefw.compose.spec.structure import require_readable
+from moefw.compose.torch_settings import unchanged
 from moefw.compose.trust import ALLOWED, OURS, allowed
 from moefw.core import hooks
 from moefw.core.errors import MoefwError, PluginError, Problem, closest, nearest

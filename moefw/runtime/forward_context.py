@@ -3,14 +3,14 @@
 Modules call each other with tensors, and third parties write some of these modules. So four things that a product, a
 memory policy or a router depends on reach it through the context in which forward runs:
 
-=================  ==============================================  ================================================
-field              set by                                          read by
-=================  ==============================================  ================================================
-``wgrads``         a pipeline's player, around a stage             a product, which leaves its weight gradient there
+=================  ===============================================  ================================================
+field              set by                                           read by
+=================  ===============================================  ================================================
+``wgrads``         a pipeline's player, around a stage              a product, which leaves its weight gradient there
 ``outputs``        a layer, around its phases (``memory.dropped``)  policies and products, before they save a tensor
-``static_rows``    ``MoELayer.compute``, under a budget            policies that save the valid rows alone
-``aux_losses``     a layer that is no part of a model of ours      ``compute.aux_loss.attach``
-=================  ==============================================  ================================================
+``static_rows``    ``MoELayer.compute``, under a budget             policies that save the valid rows alone
+``aux_losses``     a layer or a model in a loop that is not ours    ``compute.aux_loss.attach``
+=================  ===============================================  ================================================
 
 Backward of a GPU's tensors runs in threads of its own, in which no context variable is set. So a policy that runs a
 region again takes the context in forward, and enters it for the second run: :func:`entered`.
