@@ -29,10 +29,11 @@ class StepResult:
     """Result of a step, the same on every rank.
 
     ``loss`` is the global mean over tokens in nats, without auxiliary terms. ``load_LE`` is the share of tokens of each
-    expert in each MoE layer, 1.0 = fair. ``counts`` holds other counts, summed over layers: dropped choices, rows that
-    overflowed a budget and rows that a memory policy had no space for (the step was run again then), and whether the
-    step was bad. ``note`` is a line about a bad step, empty for other steps. ``routes``: the expert ids of this rank's
-    tokens by layer, for each of its micro-batches, if the engine keeps them. ``tokens`` counts those with a loss.
+    expert in each of the MoE ``layers``, 1.0 = fair. ``counts`` holds other counts, summed over layers: dropped
+    choices, rows that overflowed a budget and rows that a memory policy had no space for (the step was run again then),
+    and whether the step was bad. ``note`` is a line about a bad step, empty for other steps. ``routes``: the expert ids
+    of this rank's tokens by layer, for each of its micro-batches, if the engine keeps them. ``tokens`` counts those
+    with a loss.
     """
 
     loss: float
@@ -40,6 +41,7 @@ class StepResult:
     aux_losses: dict[str, float]
     counts: dict[str, float]
     grad_norm: float
+    layers: tuple[int, ...]
     load_LE: list[list[float]]
     note: str = ""
     routes: Sequence[Mapping[int, Tensor]] = ()
@@ -173,6 +175,7 @@ def _result(made: Attempt) -> StepResult:
         aux_losses=aux,
         counts=made.counts,
         grad_norm=made.grad_norm,
+        layers=tuple(made.told.layers),
         load_LE=shares,
         routes=made.tally.routes or (),
     )

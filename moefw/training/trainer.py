@@ -33,13 +33,14 @@ from moefw.training.feed import feed_of
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.learning_rate import learning_rate
-from moefw.training.metrics import MetricsLog
 from moefw.training.progress import Progress
+from moefw.training.records.run_log import RunLog
 from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
 from moefw.training.resume import Which
 from moefw.training.routes.of_a_run import Routes
 from moefw.training.session import Session, open_session
+from moefw.training.step_record import record_of
 from moefw.training.world import Place
 from moefw_kernels.devices import is_gpu
 
@@ -95,18 +96,17 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step."""
-        log, changes = self._open_files() if self.session.leads else (None, [])
+        log, changes = self._open_files()
         with (
-            log or nullcontext(),
+            log,
             Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress,
         ):
             introduce(self.session, self.start, [*self.notes, *changes], self.console)
             self.requests.mode = "defer"
             for step in range(self.start, self.spec.steps):
-                record = self._step(step)
+                record, result = self._step(step)
                 stamp("metrics")
-                if log is not None:
-                    log.write(record)
+                log.step(record, result.layers, result.load_LE)
                 shown = {key: record[key] for key in ("loss", "tokens_per_s", "load_max_over_mean", "lr")}
                 progress.update(step + 1, **shown, eval_bits_per_byte=record.get("eval_bits_per_byte"))
                 if self.ledger and step + 1 == min(self.start + LEDGER_STEPS, self.spec.steps):
@@ -121,8 +121,10 @@ class Trainer:
         self.requests.mode = "finish"
         conclude(self.session, self.run_dir, self.clock, self.console)
 
-    def _open_files(self) -> tuple[MetricsLog, list[str]]:
-        """Write the spec and the tokenizer; return the log of metrics and the changes in the spec of a resumed run."""
+    def _open_files(self) -> tuple[RunLog, list[str]]:
+        """Write the spec and the tokenizer; return the log of the run and the changes in the spec of a resumed one."""
+        if not self.session.leads:
+            return RunLog(None, keep_until=None, writing=self.files.writing), []
         stamp("opening the run's files", slow=True)
         changes: list[str] = []
         with self.files.writing(self.run_dir / "spec.yaml"):
@@ -131,7 +133,7 @@ class Trainer:
         with self.files.writing(self.run_dir / TOKENIZER):
             self.session.data.save_tokenizer(self.run_dir)
         keep_until = self.start if self.resumes else None
-        return MetricsLog(self.run_dir, keep_until=keep_until, writing=self.files.writing), changes
+        return RunLog(self.run_dir, keep_until=keep_until, writing=self.files.writing), changes
 
     def _stop(self, step: int) -> NoReturn:
         """Save after ``step``, unless it is saved already, and raise StoppedError, with a message on one rank only."""
@@ -148,8 +150,8 @@ class Trainer:
         ledger_file.write(self.session.assembly, measured={"peak": peak, "allocator": "cuda"})
         return f"the GPU has allocated at most {peak / 2**30:.4f} GiB"
 
-    def _step(self, step: int) -> dict[str, Any]:
-        """Train one step, evaluate if due, and return its record for ``metrics.jsonl``."""
+    def _step(self, step: int) -> tuple[dict[str, Any], StepResult]:
+        """Train one step, evaluate if due, and return its record for ``metrics.jsonl``, and its result."""
         stamp("observers", step=step + 1)
         self._notify("moefw_before_step", step)
         began = time.perf_counter()
@@ -165,7 +167,7 @@ class Trainer:
             raise RunError(problem.what, f"{problem.fix} {back}", on_every_rank=True) from error
         with self.files.writing(self.run_dir / ROUTES):
             self.routes.record(step + 1, batches, result.routes)
-        record = _record(step, lr, result)
+        record = record_of(step, lr, result)
         spike = self.spikes.warning(step + 1, result.loss)
         if spike:
             record[LOSS_SPIKES] = 1
@@ -177,7 +179,7 @@ class Trainer:
                 record |= evaluation(self.session)
         stamp("observers")
         self._notify("moefw_after_step", step, metrics=record)
-        return record
+        return record, result
 
     def _notify(self, hook: str, step: int, **arguments: Any) -> None:
         """Call the observers of a hook."""
@@ -231,16 +233,3 @@ class Trainer:
             stamp("reading weights", slow=True)
             session = self.session
             read_weights(session.model, Path(self.spec.weights), session.assembly, self.host_group)
-
-
-def _record(step: int, lr: float, result: StepResult) -> dict[str, Any]:
-    return {
-        "step": step + 1,
-        "loss": result.loss,
-        **result.aux_losses,
-        **result.counts,
-        "grad_norm": result.grad_norm,
-        "lr": lr,
-        "load_max_over_mean": result.load_max_over_mean,
-        "expert_load": [[round(share, 4) for share in load] for load in result.load_LE],
-    }

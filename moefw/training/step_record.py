@@ -1,0 +1,28 @@
+"""The line of a step in ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from moefw.training.engine import StepResult
+from moefw.training.records.experts import summary
+from moefw.training.records.json_lines import Record
+
+
+def record_of(step: int, lr: float, result: StepResult) -> Record:
+    """Record of a step, counted from 0, whose field ``step`` counts from 1: docs/runs.md."""
+    record: Record = {
+        "step": step + 1,
+        "time": round(time.time(), 3),
+        "loss": result.loss,
+        **result.aux_losses,
+        **result.counts,
+        "grad_norm": result.grad_norm,
+        "lr": lr,
+        "load_max_over_mean": result.load_max_over_mean,
+    }
+    if result.layers:
+        record["experts"] = summary(np.array(result.load_LE))
+    return record
