@@ -21,6 +21,7 @@ from moefw.training.faults.rank import watched
 from moefw.training.faults.requests import StopRequests
 from moefw.training.folder import cache_dir, checkpoint_dirs, run_folder
 from moefw.training.launcher import LAUNCHED, check_room, die_with_launcher, run_local_ranks
+from moefw.training.records.ending import RecordedEnd
 from moefw.training.resume import Which, candidates, read_which
 from moefw.training.world import ALONE, place_from_environment, restarted
 
@@ -68,11 +69,13 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
             _spare_input(assembly)
         if leads:
             stack.enter_context(run_folder(assembly, resume=goes_on, again=which == "auto", tell=click.echo))
+            end = stack.enter_context(RecordedEnd(Path(run.dir)))
             if ledger:
                 _open_ledger(assembly)
         if place is None and assembly.layout.world > 1:
             command = python("-m", "moefw", *sys.argv[1:])
-            return run_local_ranks(command, assembly.layout.world, run, requests, memory_note=note)
+            end.code = run_local_ranks(command, assembly.layout.world, run, requests, memory_note=note)
+            return end.code
         die_with_launcher()
         with watched(run, place or ALONE, requests, memory_note=note):
             from moefw.training import trainer

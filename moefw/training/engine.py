@@ -103,7 +103,9 @@ class Engine:
         scale = self._loss_scale(batches)
         attempt = partial(self._attempt, [replace(batch, loss_scale=scale) for batch in batches], clock)
         made = attempt()
-        if made.finite:
+        with clock("results"):  # the host waits here for a device that runs behind
+            finite = made.finite
+        if finite:
             self._update(made, lr, clock)
             return _result(made)
         verdict = self.bad_steps.judge(number, made, attempt, num_batches=len(batches))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self, final
@@ -47,13 +47,17 @@ class EventLog:
 
     def write(self, event: Event, step: int, **fields: object) -> None:
         """Append an event after ``step``, the last one that is done. Values that are not finite become null."""
-        line = line_of({"time": round(time.time(), 3), "event": event, "step": step, **fields})
         with self._writing(self._file.path):
-            self._file.append(line)
+            self._file.append(_line(event, step, fields))
+
+    def attempt(self, event: Event, step: int, **fields: object) -> None:
+        """Append an event, and go on if it cannot be written, as on a disk that is full. It waits for the next one."""
+        with suppress(OSError):
+            self._file.append(_line(event, step, fields))
 
     def close(self) -> None:
-        """Write what waits and close the file; closing twice is allowed."""
-        with self._writing(self._file.path):
+        """Write what waits, if there is room, and close the file; closing twice is allowed."""
+        with suppress(OSError):
             self._file.append(b"")
         self._file.close()
 
@@ -66,9 +70,21 @@ class EventLog:
         self.close()
 
 
+def _line(event: Event, step: int, fields: Mapping[str, object]) -> bytes:
+    return line_of({"time": round(time.time(), 3), "event": event, "step": step, **fields})
+
+
 def read_events(path: Path) -> Iterator[Record]:
     """Yield the events of an ``events.jsonl`` in the order of the file; none if there is no file, as in older runs.
 
     An incomplete last line is skipped. Raises DataError at a damaged line before the last.
     """
     return (record for record, _ in read_lines(path))
+
+
+def last_layout(path: Path) -> dict[str, int] | None:
+    """Layout of the last start of a run: the size of each axis that has more than one rank; None if it is unknown."""
+    layout: dict[str, int] | None = None
+    for event in read_events(path):
+        layout = event.get("layout", layout)
+    return layout

@@ -119,9 +119,10 @@ class ExpertLoadLog:
         new = Window(step, step, tuple(layers), load_LE)
         self._sum = new if self._sum is None else self._sum.with_next(new)
         if self._sum.steps >= self._most_steps:
-            self._append()
+            self.end_window()
 
-    def _append(self) -> None:
+    def end_window(self) -> None:
+        """Append the window, also if it is not full; do nothing if it has no step."""
         if self._sum is None:
             return
         line = self._sum.line()
@@ -148,7 +149,7 @@ class ExpertLoadLog:
 
     def close(self) -> None:
         """Append what the window that is not full holds; closing twice is allowed."""
-        self._append()
+        self.end_window()
         with self._writing(self._file.path):
             self._file.append(b"")
         self._file.close()

@@ -84,12 +84,21 @@ def read_lines(path: Path) -> Iterator[tuple[Record, str]]:
             yield record, text
 
 
-def keep_lines(path: Path, stays: Callable[[Record], bool]) -> None:
-    """Replace a file by one with the records that stay, and without an incomplete last line. Raises OSError."""
+def keep_lines(path: Path, stays: Callable[[Record], bool]) -> int:
+    """Number of records that are removed from a file: those that do not stay, and an incomplete last line uncounted.
+
+    The file is replaced whole. Raises OSError.
+    """
+    removed = 0
     with replaced_file(path) as scratch, scratch.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(f"{line}\n" for record, line in read_lines(path) if stays(record))
+        for record, line in read_lines(path):
+            if stays(record):
+                file.write(f"{line}\n")
+            else:
+                removed += 1
         file.flush()
         os.fsync(file.fileno())
+    return removed
 
 
 def _plain(value: object) -> object:

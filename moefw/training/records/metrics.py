@@ -30,7 +30,7 @@ class MetricsLog:
     A record has left the process when ``write`` returns, so a killed run keeps it. ``writing`` surrounds each write of
     a file and decides how a failure is handled. Data that could not be written wait for the next record.
     An existing file is continued, without its last line if that is incomplete. With ``keep_until``, as after a resume
-    from that step, later steps are removed, in TensorBoard too.
+    from that step, later steps are removed, in TensorBoard too; ``lost_steps`` is their number.
     """
 
     def __init__(
@@ -42,10 +42,11 @@ class MetricsLog:
     ) -> None:
         self._writing = writing
         self._lines = Appended(run_dir / METRICS)
+        self.lost_steps = 0
         last = math.inf if keep_until is None else keep_until
         with writing(self._lines.path):
             if self._lines.path.exists():
-                keep_lines(self._lines.path, lambda record: record["step"] <= last)
+                self.lost_steps = keep_lines(self._lines.path, lambda record: record["step"] <= last)
         now = time.time()
         self._events = Appended(
             run_dir / "tensorboard" / f"events.out.tfevents.{now}.{socket.gethostname()}.{os.getpid()}"
