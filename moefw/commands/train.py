@@ -14,6 +14,7 @@ from attrs import asdict
 from moefw.commands import specs
 from moefw.commands.doctor.machine import usable_cores
 from moefw.commands.out_of_memory import memory_note
+from moefw.commands.run_plan import planned_beside
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import SpecError
 from moefw.system.python import python
@@ -72,6 +73,8 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
             end = stack.enter_context(RecordedEnd(Path(run.dir)))
             if ledger:
                 _open_ledger(assembly)
+            else:
+                stack.enter_context(planned_beside(assembly))
         if place is None and assembly.layout.world > 1:
             command = python("-m", "moefw", *sys.argv[1:])
             end.code = run_local_ranks(command, assembly.layout.world, run, requests, memory_note=note)

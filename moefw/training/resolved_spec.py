@@ -17,11 +17,10 @@ from moefw.core.errors import PlanError, Problem
 from moefw.runtime.communication.agreement import everywhere
 from moefw.system.files import replaced_file
 from moefw.training.folder import kept_spec, sealed
-from moefw.training.records.origins import ORIGINS, write_origins
 
 
 def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
-    """Write ``spec.yaml`` and the origins of its values; return its changes since it was last written, one line each.
+    """Write ``spec.yaml`` into the run's folder; return the changes since it was last written, one line each.
 
     Raises OSError if it cannot be written.
     """
@@ -37,7 +36,6 @@ def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
     YAML().dump(resolved, text)
     with replaced_file(path) as scratch:
         scratch.write_text(sealed(text.getvalue()), encoding="utf-8")
-    write_origins(run_dir / ORIGINS, assembly.origins.of(resolved))
     if not isinstance(before, dict):
         return [f"{path} was damaged, and is written anew"]
     return [f"{key}: {show(old)} is {show(new)} now" for key, old, new in _differences(before, resolved, ())]

@@ -22,11 +22,12 @@ def record_of(step: int, lr: float, result: StepResult) -> Record:
         "loss_shares": shares(result.loss, result.aux_losses),
         **result.counts,
         "grad_norm": result.grad_norm,
+        "grad_norms": result.grad_norms,
         "lr": lr,
         "load_max_over_mean": result.load_max_over_mean,
     }
     if result.layers:
-        record["experts"] = summary(np.array(result.load_LE))
+        record["experts"] = summary(np.array(result.load_LE), result.router_entropy_L)
     return record
 
 

@@ -32,12 +32,14 @@ from moefw.training.faults.kernel import is_out_of_memory
 from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
 from moefw.training.faults.requests import StopRequests
 from moefw.training.feed import feed_of
+from moefw.training.folder import kept_spec
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.learning_rate import learning_rate
 from moefw.training.progress import Progress
 from moefw.training.records.ending import Outcome, reason_of
 from moefw.training.records.events import EVENTS, Event, last_layout
+from moefw.training.records.origins import ORIGINS, write_origins
 from moefw.training.records.run_log import RunLog
 from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
@@ -133,18 +135,21 @@ class Trainer:
             self._stop(step)
 
     def _open_files(self, about: Mapping[str, Any]) -> list[str]:
-        """Open the log of the run, write spec and tokenizer, and record the start, which is ``about`` this run.
+        """Write spec, origins and tokenizer, open the log, and record the start, with what is known ``about`` the run.
 
         Return the changes in the spec of a resumed run.
         """
         if not self.session.leads:
             return []
         stamp("opening the run's files", slow=True)
+        assembly = self.session.assembly
         changes: list[str] = []
         layout_before = last_layout(self.run_dir / EVENTS)
         with self.files.writing(self.run_dir / "spec.yaml"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            changes = write_resolved(self.session.assembly, self.run_dir)
+            changes = write_resolved(assembly, self.run_dir)
+        with self.files.writing(self.run_dir / ORIGINS):
+            write_origins(self.run_dir / ORIGINS, assembly.origins.of(kept_spec(assembly)))
         with self.files.writing(self.run_dir / TOKENIZER):
             self.session.data.save_tokenizer(self.run_dir)
         self.log.open(self.run_dir, keep_until=self.start if self.resumes else None, writing=self.files.writing)

@@ -44,7 +44,8 @@ def train(write_spec: Callable[..., Path]) -> Train:
         records = list(read_metrics(metrics))
         metrics.unlink()
         return [
-            {key: value for key, value in record.items() if key not in ("time", "seconds", "tokens_per_s")} for record in records
+            {key: value for key, value in record.items() if key not in ("time", "seconds", "tokens_per_s")}
+            for record in records
         ]
 
     return train

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Literal, Self, final
 
 from moefw.core.errors import DataError, MoefwError
-from moefw.training.errors import StoppedError
+from moefw.training.errors import NotWrittenError, StoppedError
 from moefw.training.records.events import EVENTS, EventLog, read_events
 from moefw.training.records.json_lines import Record
 from moefw.training.records.metrics import METRICS, read_metrics
@@ -30,19 +30,14 @@ class RecordedEnd:
     """Context manager around the ranks of a run, in the process that holds its folder.
 
     Afterwards it adds an event ``end`` if a run has started inside and its leading rank recorded none: it was killed,
-    or only this process knows why the run ended. ``code`` is the exit code, where no error is raised. ``note`` adds an
-    event that does not belong to a step. If this process is killed, too, the run has no end.
+    or only this process knows why the run ended. ``code`` is the exit code, where no error is raised. If this process
+    is killed, too, the run has no end.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._starts = 0
-        self._notes: list[str] = []
         self.code = 0
-
-    def note(self, reason: str) -> None:
-        """Record a line when the ranks are gone: until then they write the file."""
-        self._notes.append(reason)
 
     def __enter__(self) -> Self:
         self._starts = sum(event["event"] in STARTS for event in self._events())
@@ -52,15 +47,12 @@ class RecordedEnd:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         events = list(self._events())
-        if sum(event["event"] in STARTS for event in events) == self._starts:
-            return  # nothing has started, and a new folder stays empty
-        with suppress(OSError, DataError), EventLog(self._run_dir) as log:
-            step = self._last_step(events[-1]["step"])
-            for reason in self._notes:
-                log.attempt("note", step, reason=reason)
-            if events[-1]["event"] != "end":
-                outcome, reason = self._outcome(error)
-                log.attempt("end", step, outcome=outcome, reason=reason)
+        has_started = sum(event["event"] in STARTS for event in events) > self._starts
+        if not has_started or events[-1]["event"] == "end":
+            return
+        outcome, reason = self._outcome(error)
+        with suppress(OSError, DataError, NotWrittenError), EventLog(self._run_dir) as log:
+            log.attempt("end", self._last_step(events[-1]["step"]), outcome=outcome, reason=reason)
 
     def _outcome(self, error: BaseException | None) -> tuple[Outcome, str]:
         if isinstance(error, StoppedError | KeyboardInterrupt):

@@ -23,7 +23,6 @@ Event = Literal[
     "loss_spike",
     "full_disk",
     "stop",
-    "note",
     "end",
 ]
 """The kinds of event. Their fields: docs/runs.md."""

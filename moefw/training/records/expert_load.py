@@ -6,7 +6,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import reduce
 from pathlib import Path
 from types import TracebackType
@@ -149,10 +149,10 @@ class ExpertLoadLog:
 
     def close(self) -> None:
         """Append what the window that is not full holds; closing twice is allowed."""
-        self.end_window()
-        with self._writing(self._file.path):
-            self._file.append(b"")
-        self._file.close()
+        with closing(self._file):
+            self.end_window()
+            with self._writing(self._file.path):
+                self._file.append(b"")
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ def summary(load_LE: Floats, router_entropy_L: Sequence[float | None] = ()) -> d
 
     ``load_LE``: the share of tokens of each expert, 1.0 is fair. ``busiest`` and ``idlest`` are the largest and the
     smallest, ``dead`` is the number of experts without a token, ``load_entropy`` the entropy of the load over ln E, 0
-    where there is no load. ``router_entropy_L`` is told as it is, and left out if it is empty.
+    where there is no load. ``router_entropy_L`` is told as it is, and left out if no router tells any.
     """
     if not load_LE.size:
         return {}
@@ -27,7 +27,7 @@ def summary(load_LE: Floats, router_entropy_L: Sequence[float | None] = ()) -> d
         "dead": (load_LE == 0).sum(-1).tolist(),
         "load_entropy": _rounded(entropy_of_load(load_LE)),
     }
-    if router_entropy_L:
+    if any(value is not None for value in router_entropy_L):
         lists["router_entropy"] = [None if value is None else _digits(value) for value in router_entropy_L]
     return lists
 

@@ -68,9 +68,9 @@ class MetricsLog:
 
     def close(self) -> None:
         """Write pending data and close both files; closing twice is allowed."""
-        for file in (self._lines, self._events):
-            with closing(file):
-                self._append(file, b"")
+        with closing(self._events), closing(self._lines):
+            self._append(self._lines, b"")
+            self._append(self._events, b"")
 
     def __enter__(self) -> Self:
         return self
