@@ -1,13 +1,12 @@
 """Time and result of the quickstart, and the loads of its experts with and without balancing.
 
 Runs ``examples/quickstart.yaml`` unchanged, then as ``make train`` runs it on a CPU without instructions for bf16, and
-for a quarter of its steps with ``routing.balance=[]``. Writes ``benchmarks/results/quickstart.json``, and the plots of
-the first run to ``docs/images``.
+for a quarter of its steps with ``routing.balance=[]``. Writes ``benchmarks/results/quickstart.json``. The pictures of
+the documentation are those of a report: ``scripts/report_pages.py --images``.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,6 @@ from moefw.training.records.expert_load import EXPERT_LOAD, last_steps, read_exp
 from moefw.training.records.metrics import read_metrics
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
 WINDOW = 50
 WITHOUT_BF16 = ("precision.use=fp32", "train.steps=700")
 
@@ -39,8 +37,6 @@ def main() -> None:
         for name, result in measured.items():
             print(name, result)
         print(record.write("quickstart", measured))
-        for picture in (Path(folder) / "quickstart" / "plots").glob("*.png"):
-            shutil.copy(picture, IMAGES / f"quickstart-{picture.name}")
 
 
 def train(run: Path, *overrides: str) -> dict[str, Any]:

@@ -81,5 +81,9 @@
   const models = [...new Set(root.roots().flatMap((figure) => [...figure.references()]))]
   paint(models)
   page.heats.forEach(slide)
+  for (const figure of root.roots()) {
+    figure.on_event("doubletap", () => figure.x_range.reset())
+    if (window.matchMedia("(pointer: coarse)").matches) figure.toolbar.active_drag = null  // a finger scrolls
+  }
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => paint(models))
 })()
