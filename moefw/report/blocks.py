@@ -58,13 +58,16 @@ class Preformatted:
 
 @frozen(kw_only=True)
 class Picture:
-    """A figure of ``Charts``: its number, height in pixels, title and unit, and (label, role) of each colour in it."""
+    """A figure of ``Charts``: its number, height in pixels, title and unit.
+
+    ``legend``: label, role and shape (``line`` or ``dot``) of what is drawn.
+    """
 
     number: int
     height: int
     title: str
     unit: str
-    legend: Sequence[tuple[str, str]] = ()
+    legend: Sequence[tuple[str, str, str]] = ()
     heat: int | None = None
     """The number of the heat map, if it is one."""
     windows: int = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any, Final
 
 import numpy as np
@@ -45,9 +46,16 @@ FEW_POINTS: Final = 60
 """Number of buckets up to which curves have dots."""
 TICKS: Final = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 """Mantissas of ticks on a logarithmic axis of less than a decade; of a longer one every third."""
+SIDES: Final = ("right", "left", "above", "below")
+"""Where the numbers of each run stand beside the pointer."""
+FRAMELESS: Final[Mapping[str, Any]] = {
+    "min_border_left": 64,
+    "background_fill_color": None,
+    "border_fill_color": None,
+    "outline_line_color": None,
+}
+"""Room for the numbers of an axis, and no colour from the first stroke on, which a later one would not wipe away."""
 MARGIN: Final = 0.05
-LEFT: Final = 64
-"""Pixels left of the pictures, for the numbers of an axis."""
 
 
 @frozen
@@ -80,6 +88,7 @@ class Charts:
         self._steps = Range1d(start=first - pad, end=last + pad, bounds=(first - pad, last + pad))
         self._figures: list[Any] = []
         self._heats: list[dict[str, Any]] = []
+        self._hovers: list[Sequence[tuple[str, Sequence[str]]]] = []
         self._sources: dict[int, ColumnDataSource] = {}
         self._columns: dict[tuple[int, str], str] = {}
 
@@ -120,12 +129,11 @@ class Charts:
                 {"step": np.array(dots.steps, np.int32), "value": np.array(dots.values, np.float32)}
             )
             renderer = plot.scatter("step", "value", source=source, size=8, tags=[dots.role], line_width=1.5)
-            self._hover(
-                plot, renderer, [("step", "@step{0,0}"), (dots.label, "@value{%.4g}")], ["@value"], mode="mouse"
-            )
-        legend = [(curve.label, curve.role) for curve in curves] + [(dots.label, dots.role) for dots in points]
-        legend += [(label, role) for _, label, role in lines]
-        legend += [(MARKED, MARK)] if marks else []
+            self._hover(plot, renderer, [(dots.label, ["value"])], mode="mouse")
+        legend = [(curve.label, curve.role, "line") for curve in curves]
+        legend += [(dots.label, dots.role, "dot") for dots in points]
+        legend += [(label, role, "line") for _, label, role in lines]
+        legend += [(MARKED, MARK, "line")] if marks else []
         return self._add(plot, title, unit, legend if len(legend) > 1 else ())
 
     def stack(self, title: str, curves: Sequence[Curve], *, unit: str, height: int = 300) -> Picture:
@@ -142,7 +150,7 @@ class Charts:
         for curve, lower, upper in zip(curves, bases, bases[1:]):
             plot.varea("step", lower, upper, source=source, fill_alpha=0.85, tags=[curve.role])
         self._tell(plot, curves)
-        return self._add(plot, title, unit, [(curve.label, curve.role) for curve in curves])
+        return self._add(plot, title, unit, [(curve.label, curve.role, "line") for curve in curves])
 
     def lanes(self, title: str, lanes: Mapping[str, Sequence[int]], roles: Mapping[str, str]) -> Picture:
         """Steps of events, a lane for each kind."""
@@ -156,7 +164,7 @@ class Charts:
             steps = np.array(lanes[name], np.int32)
             source = ColumnDataSource({"step": steps, "lane": np.full(len(steps), len(names) - 1 - place, np.float32)})
             renderer = plot.scatter("step", "lane", source=source, size=9, tags=[roles.get(name, ACCENT)])
-            self._hover(plot, renderer, [(name, "step @step{0,0}")], [], mode="mouse")
+            self._hover(plot, renderer, [(name, [])], mode="mouse")
         return self._add(plot, title, "")
 
     def heat_map(self, title: str, windows: Sequence[Window]) -> Picture:
@@ -171,8 +179,8 @@ class Charts:
             sizing_mode="stretch_width",
             x_range=Range1d(start=-0.5, end=num_experts - 0.5),
             y_range=Range1d(start=-0.5, end=len(layers) - 0.5),
-            min_border_left=LEFT,
             toolbar_location=None,
+            **FRAMELESS,
             tools=[],
             x_axis_label="expert",
         )
@@ -188,7 +196,7 @@ class Charts:
             color_mapper=mapper,
             name=f"heat {len(self._heats)}",
         )
-        plot.add_tools(HoverTool(tooltips=[("share", "@image")], name=f"hover {len(self._heats)}"))
+        plot.add_tools(HoverTool(tooltips=None, name=f"hover of heat {len(self._heats)}"))
         every = math.ceil(len(layers) * 14 / (row_height * len(layers)))
         rows = range(0, len(layers), every)
         plot.yaxis.ticker = FixedTicker(ticks=[len(layers) - 1 - row for row in rows])
@@ -211,13 +219,14 @@ class Charts:
     def data(self) -> dict[str, Any]:
         """What the script of the page needs, as plain data."""
         if not self._figures:
-            return {"documents": {}, "items": [], "heats": []}
+            return {"documents": {}, "items": [], "heats": [], "hovers": []}
         document = Document()
         for plot in self._figures:
             document.add_root(plot)
         places = {plot.id: f"picture-{number}" for number, plot in enumerate(self._figures)}
         item = {"docid": "report", "roots": places, "root_ids": list(places)}
-        return {"documents": {"report": document.to_json(deferred=False)}, "items": [item], "heats": self._heats}
+        more = {"heats": self._heats, "hovers": self._hovers}
+        return {"documents": {"report": document.to_json(deferred=False)}, "items": [item], **more}
 
     def _plot(self, height: int, low: float, high: float, *, is_log: bool, pad: bool = True) -> Any:
         plot = figure(
@@ -226,8 +235,8 @@ class Charts:
             x_range=self._steps,
             y_range=_range(low, high, is_log=is_log) if pad else Range1d(start=low, end=high),
             y_axis_type="log" if is_log else "linear",
-            min_border_left=LEFT,
             toolbar_location=None,
+            **FRAMELESS,
             tools=[BoxZoomTool(dimensions="width"), ResetTool()],
             x_axis_label="step",
         )
@@ -265,44 +274,49 @@ class Charts:
 
     def _tell(self, plot: Any, curves: Sequence[Curve]) -> None:
         """Show the numbers of the bucket at the pointer, of each run beside an invisible bar as wide as a bucket."""
-        for run in {id(curve.run): curve.run for curve in curves}.values():
-            buckets = run.buckets
+        runs = {id(curve.run): curve.run for curve in curves}.values()
+        for run, side in zip(runs, cycle(SIDES)):
+            source = self._source(run)
             middle = (plot.y_range.start + plot.y_range.end) / 2
             bars = plot.vbar(
                 "step",
-                width=buckets.width,
+                width=run.buckets.width,
                 bottom=middle,
                 top=middle,
-                source=self._source(run),
+                source=source,
                 line_alpha=0,
                 fill_alpha=0,
             )
-            steps = "@first{0,0}" if buckets.width == 1 else "@first{0,0} to @last{0,0}"
-            tooltips = [("step" if buckets.width == 1 else "steps", steps)]
-            columns: list[str] = []
+            rows: list[tuple[str, Sequence[str]]] = []
             for curve in curves:
                 if curve.run is run:
-                    names = [
-                        self._given(run, f"{curve.name} {key}", v) for key, v in buckets.columns(curve.name).items()
-                    ]
-                    mean, *extremes = (f"@{name}{{%.4g}}" for name in names)
-                    tooltips.append((curve.label, f"{mean}, {' to '.join(extremes)}" if extremes else mean))
-                    columns += [f"@{name}" for name in names]
-            self._hover(plot, bars, tooltips, columns, mode="vline")
+                    columns = run.buckets.columns(curve.name).items()
+                    rows.append((curve.label, [self._given(run, f"{curve.name} {key}", v) for key, v in columns]))
+            self._hover(plot, bars, rows, mode="vline", attachment=side)
 
     def _hover(
-        self, plot: Any, renderer: Any, tooltips: Sequence[tuple[str, str]], printf: Sequence[str], *, mode: Any
+        self,
+        plot: Any,
+        renderer: Any,
+        rows: Sequence[tuple[str, Sequence[str]]],
+        *,
+        mode: Any,
+        attachment: Any = "horizontal",
     ) -> None:
-        formatters: Any = dict.fromkeys(printf, "printf")
-        tool = HoverTool(
-            renderers=[renderer],
-            tooltips=list(tooltips),
-            formatters=formatters,
-            mode=mode,
-            point_policy="follow_mouse",
-            show_arrow=False,
+        """Show rows of (label, columns) at the pointer; ``page.js`` writes them, as text, in the page's colours."""
+        name = f"hover {len(self._hovers)}"
+        self._hovers.append(rows)
+        plot.add_tools(
+            HoverTool(
+                renderers=[renderer],
+                tooltips=None,
+                name=name,
+                mode=mode,
+                attachment=attachment,
+                point_policy="follow_mouse",
+                show_arrow=False,
+            )
         )
-        plot.add_tools(tool)
 
     def _marks(self, plot: Any, steps: Sequence[int]) -> None:
         if steps:
@@ -331,7 +345,7 @@ class Charts:
             self._source(run).data[self._columns[key]] = values
         return self._columns[key]
 
-    def _add(self, plot: Any, title: str, unit: str, legend: Sequence[tuple[str, str]] = ()) -> Picture:
+    def _add(self, plot: Any, title: str, unit: str, legend: Sequence[tuple[str, str, str]] = ()) -> Picture:
         self._figures.append(plot)
         return Picture(number=len(self._figures) - 1, height=plot.height, title=title, unit=unit, legend=legend)
 

@@ -2,7 +2,8 @@
 (async () => {
   "use strict"
   const page = JSON.parse(document.getElementById("pictures").textContent)
-  if (page.items.length == 0) return
+  const drawn = () => { document.documentElement.dataset.drawn = "all" }
+  if (page.items.length == 0) return drawn()
 
   const color = (role) => getComputedStyle(document.documentElement).getPropertyValue(role).trim()
   const font = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
@@ -36,8 +37,6 @@
         })
       } else if (model.type == "Grid") {
         model.setv({grid_line_color: model.dimension == 1 ? grid : null})
-      } else if (model.type == "Figure") {
-        model.setv({background_fill_color: null, border_fill_color: null, outline_line_color: null})
       } else if (model.type == "BoxAnnotation") {
         model.setv({fill_color: soft, line_color: soft})
       } else if (model.tags.length == 1) {
@@ -68,10 +67,38 @@
     }
     input.addEventListener("input", show)
     show()
-    root.get_model_by_name(`hover ${number}`).tooltips = (_, {image_index: {i, j, flat_index}}) => {
-      const told = document.createElement("div")
-      told.textContent = `layer ${heat.layers[heat.layers.length - 1 - j]}, expert ${i}: ${heat.levels[image[flat_index]]}`
-      return told
+    root.get_model_by_name(`hover of heat ${number}`).tooltips = (_, {image_index: {i, j, flat_index}}) =>
+      written([[`layer ${heat.layers[heat.layers.length - 1 - j]}, expert ${i}`, `${heat.levels[image[flat_index]]}`]])
+  }
+
+  // Rows of labels and values, as text, for a tooltip. It has a style sheet of its own, so that colours are set here.
+  function written(rows) {
+    const table = document.createElement("div")
+    table.style.cssText = "display: grid; grid-template-columns: auto auto; gap: 0 0.8rem"
+    for (const [label, value] of rows) {
+      const [left, right] = [document.createElement("span"), document.createElement("span")]
+      left.style.color = "var(--soft)"
+      right.style.textAlign = "right"
+      left.textContent = label
+      right.textContent = value
+      table.append(left, right)
+    }
+    return table
+  }
+  const count = (step) => Math.round(step).toLocaleString("en")
+  const short = (value) => Number.isFinite(value) ? String(Number(value.toPrecision(4))) : "none"
+
+  // The numbers at the pointer: the step, or the steps of a bucket, and of each curve its mean, least and most there.
+  function tell(rows, number) {
+    root.get_model_by_name(`hover ${number}`).tooltips = (source, {index}) => {
+      const at = (name) => source.data[name]?.[index]
+      const [step, first, last] = ["step", "first", "last"].map(at)
+      const one = first === undefined || first == last
+      const steps = one ? ["step", count(step)] : ["steps", `${count(first)} to ${count(last)}`]
+      return written([steps, ...rows.map(([label, columns]) => {
+        const [mean, least, most] = columns.map((column) => short(at(column)))
+        return [label, least === undefined ? mean ?? "" : `${mean} (${least} to ${most})`]
+      })])
     }
   }
 
@@ -81,9 +108,11 @@
   const models = [...new Set(root.roots().flatMap((figure) => [...figure.references()]))]
   paint(models)
   page.heats.forEach(slide)
+  page.hovers.forEach(tell)
   for (const figure of root.roots()) {
     figure.on_event("doubletap", () => figure.x_range.reset())
     if (window.matchMedia("(pointer: coarse)").matches) figure.toolbar.active_drag = null  // a finger scrolls
   }
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => paint(models))
+  drawn()
 })()

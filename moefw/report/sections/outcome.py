@@ -46,7 +46,7 @@ def state(run: Run) -> str:
     asked = run.setting("train", "steps")
     steps = f"{last:,} of {count(asked, 'step')}" if isinstance(asked, int) and asked != last else count(last, "step")
     per_step = run.start.get("tokens_per_step") or run.setting("train", "tokens_per_step")
-    tokens = f", {last * per_step / 1e6:,.2f} M tokens" if isinstance(per_step, int) else ""
+    tokens = f", {last * per_step:,} tokens" if isinstance(per_step, int) else ""
     took = "" if run.first_time is None or run.last_time is None else f", in {duration(run.last_time - run.first_time)}"
     done = f"{steps}{tokens}{took}"
     end = run.end
@@ -189,4 +189,6 @@ def checkpoint(run: Run) -> str:
     saved = run.of("checkpoint")
     if not saved:
         return ""
-    return f"{saved[-1].get('path', 'one')}, after step {saved[-1]['step']:,}; {len(saved):,} were written."
+    return (
+        f"{saved[-1].get('path', 'one')}, after step {saved[-1]['step']:,}; {count(len(saved), 'checkpoint')} in all."
+    )
