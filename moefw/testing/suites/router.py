@@ -396,10 +396,14 @@ class RouterSuite(Suite):
         assert first.results == second.results, f"{name}: two ranks disagree on the results of a step."
         for state, tensor in first.state.items():
             assert same_bits(tensor, second.state[state]), f"{name}: the state {state!r} differs between two ranks."
-        if self._partition(required=False) not in ("token", "sequence"):
-            return
+        if self._partition(required=False) in ("token", "sequence"):
+            self._trains_alike(alone, first)
+
+    def _trains_alike(self, alone: Trained, first: Trained) -> None:
+        """Assert that the first of two ranks had the results of one rank."""
+        looks_at = f"although routing looks at one {self._partition()}"
+        says = f"{self.plugin.name}: two ranks do not train like one, {looks_at}"
         for on_one, on_two in zip(alone.results, first.results, strict=True):
-            says = f"{name}: two ranks do not train like one, although routing looks at one {self._partition()}"
             same = on_two.loss == pytest.approx(on_one.loss, rel=1e-5)
             assert same, f"{says} (losses {on_one.loss:.7f} and {on_two.loss:.7f})."
             difference = (torch.tensor(on_two.load_LE) - torch.tensor(on_one.load_LE)).abs().max().item()
