@@ -18,7 +18,8 @@ import numpy as np
 from ruamel.yaml import YAML
 
 import record
-from moefw.training.metrics import read_metrics
+from moefw.training.records.expert_load import EXPERT_LOAD, last_steps, read_expert_load
+from moefw.training.records.metrics import read_metrics
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
@@ -46,18 +47,19 @@ def train(run: Path, *overrides: str) -> dict[str, Any]:
     """Train and return a summary of ``metrics.jsonl``; loads are averages over the last steps."""
     command = [sys.executable, "-m", "moefw", "train", str(SPEC), f"run.dir={run}", *overrides]
     subprocess.run(command, check=True)
-    records = read_metrics(run / "metrics.jsonl")
+    records = list(read_metrics(run / "metrics.jsonl"))
     tokens = YAML(typ="safe").load(run / "spec.yaml")["train"]["tokens_per_step"]
-    load_SLE = np.array([one["expert_load"] for one in records[-WINDOW:]])
-    mean_LE = load_SLE.mean(0)
+    mean = last_steps(read_expert_load(run / EXPERT_LOAD), WINDOW)
+    assert mean is not None, "the quickstart has MoE layers"
+    busiest_SL = np.array([one["experts"]["busiest"] for one in records[-WINDOW:]])
     return {
         "steps": len(records),
         "training_s": round(sum(tokens / one["tokens_per_s"] for one in records), 1),
         "tokens_per_s": round(float(np.median([one["tokens_per_s"] for one in records]))),
         "eval_bits_per_byte": round(records[-1]["eval_bits_per_byte"], 4),
-        "busiest_expert_by_layer": mean_LE.max(1).round(3).tolist(),
-        "idlest_expert_by_layer": mean_LE.min(1).round(3).tolist(),
-        "busiest_expert_of_a_step_median": np.median(load_SLE.max(2), axis=0).round(3).tolist(),
+        "busiest_expert_by_layer": mean.load_LE.max(1).round(3).tolist(),
+        "idlest_expert_by_layer": mean.load_LE.min(1).round(3).tolist(),
+        "busiest_expert_of_a_step_median": np.median(busiest_SL, axis=0).round(3).tolist(),
     }
 
 

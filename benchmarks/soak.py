@@ -33,7 +33,7 @@ from attrs import asdict, frozen
 
 import record
 from moefw.commands import specs
-from moefw.training.metrics import read_metrics
+from moefw.training.records.metrics import read_metrics
 from soak_faults import KINDS, Planned, draw, flip_a_bit
 from training_process import TRAIN, Ended, TrainingProcess, checkpoints, history, last_step, newest
 

@@ -17,7 +17,7 @@ from attrs import frozen
 from moefw.core.errors import ContractError
 from moefw.system.python import python
 from moefw.training.folder import checkpoint_dirs
-from moefw.training.metrics import read_metrics
+from moefw.training.records.metrics import read_metrics
 
 TRAIN: Final = (*python("-m", "moefw"), "train")
 ORPHANS_S: Final = 5.0
@@ -181,7 +181,7 @@ def _all_of(file: IO[str]) -> str:
     return file.read()
 
 
-TIMED = ("tokens_per_s",)
+TIMED = ("time", "seconds", "tokens_per_s")
 """Metrics that differ between two runs of the same steps."""
 _LAST_BYTES = 1 << 14
 
@@ -199,7 +199,7 @@ def last_step(metrics: Path) -> int:
 
 def history(run_dir: Path) -> dict[int, dict[str, Any]]:
     """A run's metrics of each step, without times. Raises AssertionError if steps repeat or do not ascend."""
-    records = read_metrics(run_dir / "metrics.jsonl")
+    records = list(read_metrics(run_dir / "metrics.jsonl"))
     steps = [record["step"] for record in records]
     assert steps == sorted(set(steps)), f"{run_dir}: the steps are {steps}"
     return {record["step"]: {key: record[key] for key in record if key not in TIMED} for record in records}

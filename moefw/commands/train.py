@@ -14,6 +14,7 @@ from attrs import asdict
 from moefw.commands import specs
 from moefw.commands.doctor.machine import usable_cores
 from moefw.commands.out_of_memory import memory_note
+from moefw.commands.run_plan import planned_beside
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import SpecError
 from moefw.system.python import python
@@ -21,6 +22,7 @@ from moefw.training.faults.rank import watched
 from moefw.training.faults.requests import StopRequests
 from moefw.training.folder import cache_dir, checkpoint_dirs, run_folder
 from moefw.training.launcher import LAUNCHED, check_room, die_with_launcher, run_local_ranks
+from moefw.training.records.ending import RecordedEnd
 from moefw.training.resume import Which, candidates, read_which
 from moefw.training.world import ALONE, place_from_environment, restarted
 
@@ -68,11 +70,15 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
             _spare_input(assembly)
         if leads:
             stack.enter_context(run_folder(assembly, resume=goes_on, again=which == "auto", tell=click.echo))
+            end = stack.enter_context(RecordedEnd(Path(run.dir)))
             if ledger:
                 _open_ledger(assembly)
+            else:
+                stack.enter_context(planned_beside(assembly))
         if place is None and assembly.layout.world > 1:
             command = python("-m", "moefw", *sys.argv[1:])
-            return run_local_ranks(command, assembly.layout.world, run, requests, memory_note=note)
+            end.code = run_local_ranks(command, assembly.layout.world, run, requests, memory_note=note)
+            return end.code
         die_with_launcher()
         with watched(run, place or ALONE, requests, memory_note=note):
             from moefw.training import trainer

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from moefw.compose.spec.origins import Origins
 from moefw.compose.spec.sections import Spec, inner_plugins, plugin_fields
 from moefw.compose.spec.structure import plain
 from moefw.compose.stages import stages_of
@@ -73,13 +74,17 @@ class LayerAssembly:
 
 @frozen(kw_only=True)
 class Assembly:
-    """Parts that fit, laid out over a world. ``layers``: MoE layers by number. ``site``: that of the first layer."""
+    """Parts that fit, laid out over a world.
+
+    ``layers``: MoE layers by number. ``site``: that of the first layer. ``origins``: where the spec's values came from.
+    """
 
     spec: Spec
     parts: ChosenPlugins
     layers: Mapping[int, LayerAssembly]
     site: Site
     registry: Registry = field(eq=False, repr=False)
+    origins: Origins = field(default=Origins(), eq=False, repr=False)
 
     @property
     def layout(self) -> LayoutPlan:

@@ -18,6 +18,7 @@ from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
 from moefw.compose.routes import route_problems
+from moefw.compose.spec.origins import Origins
 from moefw.compose.spec.sections import RESERVED, Spec, TrainSpec, over, plugin_fields, with_defaults
 from moefw.compose.spec.source import KeyPath, Marks, Tree, key_path, read_spec_file, show
 from moefw.compose.spec.structure import structure
@@ -84,6 +85,7 @@ def assemble_tree(
 ) -> Assembly:
     """Resolve a spec given as plain data, whose ``problems`` so far are given; see :func:`assemble`."""
     work = _Resolution(registry or Registry(), marks, problems, defaults, for_run)
+    written = tree
     tree = with_defaults(work.with_preset(tree, defaults), defaults)
     spec = structure(Spec, tree, (), marks, work.problems[SpecError])
     assert spec is not None, "every section is a choice or has a default"
@@ -104,7 +106,14 @@ def assemble_tree(
         work.check_files()
     work.raise_problems()
     assert layout is not None, "a layout that is missing is a problem"
-    assembly = Assembly(spec=spec, parts=work.parts(), layers=layers, site=site, registry=work.registry)
+    assembly = Assembly(
+        spec=spec,
+        parts=work.parts(),
+        layers=layers,
+        site=site,
+        registry=work.registry,
+        origins=Origins(marks, written, work.presets),
+    )
     spelled = structure(Spec, assembly.resolved(), (), marks, work.problems[SpecError])
     assembly = attrs.evolve(assembly, spec=spelled or spec)
     for problem in work.registry.problems(assembly):
@@ -158,6 +167,7 @@ class _Resolution:
             PlanError: [],
         }
         self.declarations: dict[KeyPath, type[Plugin]] = {}
+        self.presets: dict[KeyPath, tuple[str, Mapping[str, Any]]] = {}
         self.placed: list[_Placed] = []
         self.inner: list[_Placed] = []
         self.cause: Exception | None = None
@@ -247,7 +257,9 @@ class _Resolution:
         declaration = registered.declaration
         options = dict(choice.options)
         if options.get("preset") is not None:
-            options = {**self._preset(declaration, options["preset"], path), **options}
+            preset = self._preset(declaration, options["preset"], path)
+            self.presets[path] = (str(options["preset"]), preset)
+            options = {**preset, **options}
         options.pop("preset", None)
         with self.asking(path, declaration, "its options"):
             part = structure(declaration, options, path, self.marks, self.problems[SpecError], also=RESERVED)
@@ -300,7 +312,9 @@ class _Resolution:
                 sections = self._sections(registered.declaration, preset)
         if sections is not None:
             without = {key: value for key, value in model.items() if key != "preset"}
-            return over(dict(sections), {**tree, "model": without})
+            merged = over(dict(sections), {**tree, "model": without})
+            self.presets[()] = (str(preset), merged)
+            return merged
         # What the preset would have said of a section is unknown, unless the user chose something else there.
         attention, routing = (
             section if section is UNKNOWN or section else UNKNOWN

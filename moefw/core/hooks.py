@@ -66,7 +66,7 @@ def moefw_before_step(step: int) -> None:
 
 @hookspec
 def moefw_after_step(step: int, metrics: Mapping[str, float]) -> None:
-    """Run on every rank after a training step, with a copy of its line in ``metrics.jsonl`` (equal on all ranks)."""
+    """Run on every rank after a training step, with a copy of its line in ``metrics.jsonl`` (equal but for times)."""
 
 
 DECLARING: Final[Mapping[str, Callable[[], Sequence[type[Plugin]]]]] = {

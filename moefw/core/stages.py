@@ -147,7 +147,8 @@ class Routing:
     weights_TK: Tensor
     """fp32; 0 where a choice is dropped. Auxiliary losses are attached to its gradient."""
     scores_TE: Tensor | None = None
-    """For inspection only: gradients reach the router through ``weights_TK``."""
+    """For inspection only, as gradients reach the router through ``weights_TK``: a layer in training counts the entropy
+    of each token's scores, which are not negative."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     """Summed over the global batch by the engine: at least ``tokens_per_expert`` (E), fp32. Scalars become metrics."""
     aux_losses: Mapping[str, Tensor] = field(default_factory=dict)

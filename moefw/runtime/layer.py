@@ -12,6 +12,7 @@ The caller's own tensors, such as the residual, pass through all phases as ``bes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from moefw.runtime.compute.row_keys import with_keys
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.memory.static_rows import StaticRows
 from moefw.runtime.phases import Phase
+from moefw.runtime.router_entropy import ROUTER_ENTROPY, entropy_of_scores
 
 
 @stage
@@ -113,6 +115,8 @@ class MoELayer(nn.Module):
         routing: Routing = self._route(x_TD, batch)
         plan = self.dispatcher.plan(routing, dropless=batch.dropless)
         pending = self.dispatcher.start_dispatch(x_TD, routing.weights_TK, plan)
+        if self.training:
+            routing = _with_entropy(routing, batch.mask_T)
         return Sent(pending=pending, x_TD=x_TD, routing=routing, batch=batch, beside=beside)
 
     def receive(self, sent: Sent) -> Received:
@@ -176,3 +180,11 @@ class MoELayer(nn.Module):
     def _dispatch_again(self, handle: Any, x_TD: Tensor, weights_TK: Tensor) -> ExpertBatch:
         batch, _ = self.dispatcher.redispatch(x_TD, weights_TK, handle)
         return batch
+
+
+def _with_entropy(routing: Routing, mask_T: Tensor | None) -> Routing:
+    """Routing with the entropy of its scores among the statistics, if it gives scores and does not tell it itself."""
+    if routing.scores_TE is None or ROUTER_ENTROPY in routing.stats:
+        return routing
+    entropy = entropy_of_scores(routing.scores_TE, mask_T)
+    return replace(routing, stats={**routing.stats, ROUTER_ENTROPY: entropy})

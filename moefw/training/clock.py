@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from rich.table import Table
@@ -23,12 +24,20 @@ class SectionTime(NamedTuple):
     share: float
 
 
+@dataclass
+class Aside:
+    """What was done between steps, and how many ``seconds`` it took, once it is done."""
+
+    seconds: float = 0.0
+
+
 @final
 class StepClock:
     """Adds up wall time by section: ``with clock("forward"): ...``, then ``step_done()``.
 
-    A step lasts from one ``step_done`` to the next; the first starts at construction. The first ``warmup`` steps
-    (compilation, allocator, caches) are not counted, nor is what happens ``aside``, such as an evaluation.
+    A step lasts from one ``step_done`` to the next; the first starts at construction. What happens ``aside``, such as
+    an evaluation, is no part of it. The breakdown leaves out the first ``warmup`` steps (compilation, allocator,
+    caches).
 
     A GPU runs asynchronously, and the clock does not wait for it. A section then shows the time to launch its work, and
     the wait counts in the section that first needs a result. ``synchronise=True`` waits for the device at both ends of
@@ -66,31 +75,36 @@ class StepClock:
             self._open = None
 
     @contextmanager
-    def aside(self, section: str) -> Iterator[None]:
+    def aside(self, section: str) -> Iterator[Aside]:
         """Stamp what is done between steps, and leave its time out of the step. Outside of sections."""
         assert self._open is None, f"{section!r} inside section {self._open!r}"
         stamp(section)
         self._wait()
         start_s = self._now()
+        aside = Aside()
         try:
-            yield
+            yield aside
         finally:
             self._wait()
-            self._aside_s += self._now() - start_s
+            aside.seconds = self._now() - start_s
+            self._aside_s += aside.seconds
 
-    def step_done(self) -> None:
-        """End a step and begin the next."""
+    def step_done(self) -> dict[str, float]:
+        """End a step and begin the next; return the seconds of its sections and of the rest, "other"."""
         assert self._open is None, f"the step ended inside section {self._open!r}"
         self._wait()
         now_s = self._now()
+        step_s = now_s - self._step_start_s - self._aside_s
+        sections = dict(self._step)
         self._num_steps += 1
         if self._num_steps > self._warmup:
-            self._total_s += now_s - self._step_start_s - self._aside_s
-            for section, seconds in self._step.items():
+            self._total_s += step_s
+            for section, seconds in sections.items():
                 self._total[section] += seconds
         self._step.clear()
         self._aside_s = 0.0
         self._step_start_s = now_s
+        return {**sections, OTHER: max(step_s - sum(sections.values()), 0.0)}
 
     def breakdown(self) -> list[SectionTime]:
         """Sections in the order of their first use, then "other"; shares sum to 1.

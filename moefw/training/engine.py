@@ -17,6 +17,7 @@ from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.parallel.gradients import Gradients
+from moefw.runtime.parallel.parts import PARTS
 from moefw.system.stamps import stamp
 from moefw.training.amax_meters import Meters
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
@@ -29,10 +30,12 @@ class StepResult:
     """Result of a step, the same on every rank.
 
     ``loss`` is the global mean over tokens in nats, without auxiliary terms. ``load_LE`` is the share of tokens of each
-    expert in each MoE layer, 1.0 = fair. ``counts`` holds other counts, summed over layers: dropped choices, rows that
-    overflowed a budget and rows that a memory policy had no space for (the step was run again then), and whether the
-    step was bad. ``note`` is a line about a bad step, empty for other steps. ``routes``: the expert ids of this rank's
-    tokens by layer, for each of its micro-batches, if the engine keeps them. ``tokens`` counts those with a loss.
+    expert in each of the MoE ``layers``, 1.0 = fair, ``router_entropy_L`` the mean entropy of a token's scores over
+    ln E, None where a router tells none. ``counts`` holds other counts, summed over layers: dropped
+    choices, rows that overflowed a budget and rows that a memory policy had no space for (the step was run again then),
+    and whether the step was bad. ``note`` is a line about a bad step, empty for other steps. ``routes``: the expert ids
+    of this rank's tokens by layer, for each of its micro-batches, if the engine keeps them. ``tokens`` counts those
+    with a loss. ``grad_norms`` are those of the parts of the model, whose squares add up to that of ``grad_norm``.
     """
 
     loss: float
@@ -40,7 +43,10 @@ class StepResult:
     aux_losses: dict[str, float]
     counts: dict[str, float]
     grad_norm: float
+    grad_norms: dict[str, float]
+    layers: tuple[int, ...]
     load_LE: list[list[float]]
+    router_entropy_L: list[float | None]
     note: str = ""
     routes: Sequence[Mapping[int, Tensor]] = ()
 
@@ -101,7 +107,9 @@ class Engine:
         scale = self._loss_scale(batches)
         attempt = partial(self._attempt, [replace(batch, loss_scale=scale) for batch in batches], clock)
         made = attempt()
-        if made.finite:
+        with clock("results"):  # the host waits here for a device that runs behind
+            finite = made.finite
+        if finite:
             self._update(made, lr, clock)
             return _result(made)
         verdict = self.bad_steps.judge(number, made, attempt, num_batches=len(batches))
@@ -118,13 +126,13 @@ class Engine:
             tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock)
         with clock("gradients"):
             self.gradients.add_up()
-            return Attempt(tally=tally, first=first, norm=self.gradients.norm())
+            return Attempt(tally=tally, first=first, norms=self.gradients.norms())
 
     def _update(self, made: Attempt, lr: float, clock: Clock) -> None:
         """Advance parameters, optimizer, routers and meters."""
         with clock("optimizer"):
             if self.clip_norm is not None:
-                self.gradients.clip(made.norm, self.clip_norm)
+                self.gradients.clip(made.norms[0], self.clip_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -173,7 +181,10 @@ def _result(made: Attempt) -> StepResult:
         aux_losses=aux,
         counts=made.counts,
         grad_norm=made.grad_norm,
+        grad_norms=dict(zip(PARTS, made.grad_norms[1:], strict=True)),
+        layers=tuple(made.told.layers),
         load_LE=shares,
+        router_entropy_L=[layer.router_entropy for layer in layers],
         routes=made.tally.routes or (),
     )
 

@@ -12,11 +12,20 @@ from moefw.training.errors import NotWrittenError
 
 @final
 class RunFiles:
-    """Guards writes of files that training does not need: metrics, events, the spec, plots. ``note`` prints a line."""
+    """Guards writes of files that training does not need: metrics, events, the spec, plots. ``note`` prints a line.
 
-    def __init__(self, on_full_disk: Literal["stop", "continue"], note: Callable[[str], None]) -> None:
+    ``told`` is called with the first failure of each file, before it raises or is noted: its path and the reason.
+    """
+
+    def __init__(
+        self,
+        on_full_disk: Literal["stop", "continue"],
+        note: Callable[[str], None],
+        told: Callable[[Path, str], None] = lambda path, reason: None,
+    ) -> None:
         self._on_full_disk = on_full_disk
         self._note = note
+        self._told = told
         self._unwritten: set[Path] = set()
 
     @contextmanager
@@ -26,11 +35,14 @@ class RunFiles:
             with written(path):
                 yield
         except NotWrittenError as error:
+            first = path not in self._unwritten
+            self._unwritten.add(path)
+            if first:
+                self._told(path, error.problems[0].what)
             if self._on_full_disk == "stop":
                 raise
-            if path not in self._unwritten:
+            if first:
                 self._note(f"{error.problems[0].what} Training goes on (train.on_full_disk).")
-            self._unwritten.add(path)
         else:
             if path in self._unwritten:
                 self._note(f"{path} is written again.")

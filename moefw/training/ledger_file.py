@@ -11,12 +11,13 @@ from moefw.system.files import replaced_file
 from moefw.training.full_disk import written
 
 
-def write(assembly: Assembly, **entries: dict[str, Any]) -> None:
-    """Add entries, such as ``predicted`` or ``measured``, to the file. Sizes are in bytes.
+def write(assembly: Assembly, **entries: dict[str, Any] | str | None) -> None:
+    """Add entries, such as ``predicted`` or ``measured``, to the file, and remove those that are None. In bytes.
 
     Raises RunError if it cannot be written.
     """
     path = Path(assembly.spec.run.dir) / "ledger.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
     with written(path), replaced_file(path) as scratch:
-        scratch.write_text(json.dumps(known | entries, indent=1))
+        kept = {name: entry for name, entry in (known | entries).items() if entry is not None}
+        scratch.write_text(json.dumps(kept, indent=1))

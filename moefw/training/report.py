@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -22,12 +21,15 @@ from moefw.training.cpu_speed import against_bf16
 from moefw.training.evaluation import zlib_bits_per_byte
 from moefw.training.full_disk import RunFiles
 from moefw.training.generate import RECOMPUTES, generate, keeps_past
-from moefw.training.metrics import read_metrics
 from moefw.training.plots import plot_expert_load, plot_loss
 from moefw.training.progress import LEGEND
+from moefw.training.records.expert_load import EXPERT_LOAD, last_steps, read_expert_load
+from moefw.training.records.metrics import METRICS, read_metrics
 from moefw.training.session import Session
 from moefw_kernels.devices import is_gpu, runs_ahead
 
+PLOTTED = ("step", "loss", "eval_loss", "eval_bits_per_byte", "lr")
+"""Values of a record that plots show."""
 BALANCE_WINDOW = 50
 """Steps over which the expert load of the heat map is averaged."""
 SAMPLE_PROMPT = "def "
@@ -82,9 +84,9 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
     files = RunFiles("continue", partial(say, console))
     with files.writing(run_dir / "sample.txt"), replaced_file(run_dir / "sample.txt") as scratch:
         scratch.write_text(text, encoding="utf-8")
-    records = _readable(run_dir / "metrics.jsonl", console)
+    records = _readable(run_dir / METRICS, console)
     with files.writing(run_dir / "plots"):
-        _draw(session, run_dir / "plots", records, zlib_bits)
+        _draw(run_dir / "plots", records, zlib_bits)
     breakdown = clock.breakdown()
     if breakdown:
         console.print(render(breakdown))
@@ -104,21 +106,19 @@ def say(console: Console, text: str) -> None:
 
 
 def _readable(path: Path, console: Console) -> list[dict[str, Any]]:
-    """Records of a run. If they cannot be read, print the reason and return none."""
+    """What plots show of the records of a run. If they cannot be read, print the reason and return none."""
     try:
-        return read_metrics(path)
+        return [{key: record.get(key) for key in PLOTTED} for record in read_metrics(path)]
     except DataError as error:
         say(console, f"there are no plots: {error}")
         return []
 
 
-def _draw(session: Session, folder: Path, records: list[dict[str, Any]], zlib_bits: float) -> None:
+def _draw(folder: Path, records: list[dict[str, Any]], zlib_bits: float) -> None:
     if not records:
         return
     plot_loss(records, folder / "loss.png", zlib_bits=zlib_bits)
-    layers = list(session.assembly.parts.model.moe_layers())
-    recent = [record["expert_load"] for record in records[-BALANCE_WINDOW:]]
-    if layers and recent:
-        load_LE = np.mean(np.array(recent), axis=0).tolist()
-        title = f"Expert load over the last {len(recent)} steps"
-        plot_expert_load(load_LE, layers, folder / "expert_load.png", title=title)
+    recent = last_steps(read_expert_load(folder.parent / EXPERT_LOAD), BALANCE_WINDOW)
+    if recent is not None:
+        title = f"Expert load over the last {recent.steps} steps"
+        plot_expert_load(recent.load_LE.tolist(), recent.layers, folder / "expert_load.png", title=title)

@@ -140,7 +140,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
         yield Session(assembly=assembly, device=device, layout=layout, data=data, model=model, shared=shared)
         ended_well = True
     except RuntimeError as error:
-        if not _lost_a_rank(error):
+        if not lost_a_rank(error):
             raise
         what = f"rank {place.rank} lost contact with another rank."
         raise LostContactError(what, "The rank that failed says why; continue with --resume.") from error
@@ -151,7 +151,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
             dist.destroy_process_group()
 
 
-def _lost_a_rank(error: RuntimeError) -> bool:
+def lost_a_rank(error: Exception) -> bool:
     """Whether an error is a broken connection; gloo has no class for it."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 

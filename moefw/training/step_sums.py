@@ -1,4 +1,4 @@
-"""Results of a step before its update: sums over micro-batches and ranks, and the norm of the gradient."""
+"""Results of a step before its update: sums over micro-batches and ranks, and norms of the gradient."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from moefw.runtime.memory.static_rows import UNSAVED
 from moefw.runtime.parallel.gradients import all_reduce_flat
 from moefw.runtime.parallel.holders import STAGE
 from moefw.runtime.pipeline.stage import Passed
+from moefw.runtime.router_entropy import ROUTER_ENTROPY
 from moefw_kernels.devices import HostCopy
 
 OVERFLOWS: Final = ("overflow", UNSAVED)
@@ -34,11 +35,23 @@ class LayerTally:
     stats: dict[str, Tensor] = field(default_factory=dict)
     aux_losses: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def router_entropy(self) -> float | None:
+        """Mean entropy of the scores of a token over ln E, from 0 to 1; None if the router tells none."""
+        if ROUTER_ENTROPY not in self.stats:
+            return None
+        total, tokens = self.stats[ROUTER_ENTROPY].tolist()
+        largest = math.log(len(self.stats["tokens_per_expert"]))
+        return total / tokens / largest if tokens and largest else None
+
     def add(self, new: LayerStats) -> None:
         """Add the values of one forward."""
         for total, values in ((self.stats, new.stats), (self.aux_losses, new.aux_losses)):
             for name, value in values.items():
-                total[name] = total.get(name, 0.0) + value.detach().double()
+                if name in total:
+                    total[name].add_(value.detach())
+                else:
+                    total[name] = value.detach().to(torch.float64, copy=True)  # it changes in place
 
 
 class Tally:
@@ -131,12 +144,13 @@ def _by_layer(entry: tuple[Key, object]) -> tuple[int, Key]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Attempt:
-    """A step up to its update: its sums, and the norm of the gradient that it leaves on the parameters."""
+    """A step up to its update: its sums, and the norms of the gradient that it leaves on the parameters."""
 
     tally: Tally
     first: Tally
     """The sums before the step was run again without budgets, or ``tally``."""
-    norm: Tensor
+    norms: Tensor
+    """Of the whole gradient, and of each part of the model: see :meth:`Gradients.norms`."""
 
     @cached_property
     def told(self) -> Tally:
@@ -149,9 +163,14 @@ class Attempt:
         return (self.told if self.first is self.tally else self.first.on_host()).counts()
 
     @cached_property
+    def grad_norms(self) -> list[float]:
+        """The norms in host memory."""
+        return [float(norm) for norm in self.norms.tolist()]
+
+    @property
     def grad_norm(self) -> float:
-        """The norm in host memory."""
-        return self.norm.item()
+        """The norm of the whole gradient, in host memory."""
+        return self.grad_norms[0]
 
     @property
     def loss(self) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,22 +25,29 @@ from moefw.system.stamps import stamp
 from moefw.training import checkpoint, ledger_file
 from moefw.training.clock import StepClock
 from moefw.training.engine import Engine, StepResult
-from moefw.training.errors import StoppedError
-from moefw.training.evaluation import evaluation, evaluation_starts
-from moefw.training.faults.bad_step import BadStateError
+from moefw.training.errors import LostContactError, StoppedError
+from moefw.training.evaluation import evaluation, evaluation_starts, zlib_bits_per_byte
+from moefw.training.faults.bad_step import RERUN_STEPS, BadStateError
+from moefw.training.faults.kernel import is_out_of_memory
 from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
 from moefw.training.faults.requests import StopRequests
 from moefw.training.feed import feed_of
+from moefw.training.folder import kept_spec
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.learning_rate import learning_rate
-from moefw.training.metrics import MetricsLog
 from moefw.training.progress import Progress
+from moefw.training.records.ending import Outcome, reason_of
+from moefw.training.records.events import EVENTS, Event, last_layout
+from moefw.training.records.origins import ORIGINS, write_origins
+from moefw.training.records.run_log import RunLog
 from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
 from moefw.training.resume import Which
 from moefw.training.routes.of_a_run import Routes
-from moefw.training.session import Session, open_session
+from moefw.training.run_facts import facts, peak_memory
+from moefw.training.session import Session, lost_a_rank, open_session
+from moefw.training.step_record import record_of
 from moefw.training.world import Place
 from moefw_kernels.devices import is_gpu
 
@@ -84,54 +92,98 @@ class Trainer:
         evaluation_starts(session)
         self.clock = StepClock()
         self.console = Console(quiet=not session.leads)
-        self.files = RunFiles(spec.on_full_disk, partial(say, self.console))
+        self.log = RunLog()
+        self.files = RunFiles(spec.on_full_disk, partial(say, self.console), self._full_disk)
         self.ledger = ledger and session.leads and is_gpu(session.device)
         self.host_group = session.layout.host_group()
         self.saved = Path()
         self.resumes = resume is not None
         self.notes: list[str] = []
+        self.resumed: Path | None = None
         self.start = self._resume(resume)
+        self.done = self.start
         self.routes = Routes.opened(session, self.start)
 
     def run(self) -> None:
         """Train to the last step."""
-        log, changes = self._open_files() if self.session.leads else (None, [])
-        with (
-            log or nullcontext(),
-            Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress,
-        ):
-            introduce(self.session, self.start, [*self.notes, *changes], self.console)
-            self.requests.mode = "defer"
-            for step in range(self.start, self.spec.steps):
-                record = self._step(step)
-                stamp("metrics")
-                if log is not None:
-                    log.write(record)
-                shown = {key: record[key] for key in ("loss", "tokens_per_s", "load_max_over_mean", "lr")}
-                progress.update(step + 1, **shown, eval_bits_per_byte=record.get("eval_bits_per_byte"))
-                if self.ledger and step + 1 == min(self.start + LEDGER_STEPS, self.spec.steps):
-                    progress.note(self._measured())
-                if self._due(step, self.spec.checkpoint_every):
-                    with self.clock("checkpoint"), self._writing_checkpoint(step):
-                        progress.note(f"saved {self._save(step)}")
-                        return_free_pages()
-                if step + 1 < self.spec.steps and anywhere(self.requests.asked is not None, self.host_group):
-                    self._stop(step)
-                self.clock.step_done()
-        self.requests.mode = "finish"
-        conclude(self.session, self.run_dir, self.clock, self.console)
+        about = facts(self.session)
+        with self.log, self._recorded_end():
+            changes = self._open_files(about)
+            with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
+                introduce(self.session, self.start, [*self.notes, *changes], self.console)
+                self.requests.mode = "defer"
+                for step in range(self.start, self.spec.steps):
+                    self._step_of_run(step, progress)
+            self.requests.mode = "finish"
+            self.log.end_window()
+            conclude(self.session, self.run_dir, self.clock, self.console)
 
-    def _open_files(self) -> tuple[MetricsLog, list[str]]:
-        """Write the spec and the tokenizer; return the log of metrics and the changes in the spec of a resumed run."""
+    def _step_of_run(self, step: int, progress: Progress) -> None:
+        """Train one step, record and show it, and save or stop after it if that is due."""
+        record, result = self._step(step)
+        stamp("metrics")
+        self.log.step(record, result.layers, result.load_LE)
+        self.done = step + 1
+        shown = {key: record[key] for key in ("loss", "tokens_per_s", "load_max_over_mean", "lr")}
+        progress.update(step + 1, **shown, eval_bits_per_byte=record.get("eval_bits_per_byte"))
+        if self.ledger and step + 1 == min(self.start + LEDGER_STEPS, self.spec.steps):
+            progress.note(self._measured())
+        if self._due(step, self.spec.checkpoint_every):
+            with self._writing_checkpoint(step):
+                progress.note(f"saved {self._save(step)}")
+        if step + 1 < self.spec.steps and anywhere(self.requests.asked is not None, self.host_group):
+            self._stop(step)
+
+    def _open_files(self, about: Mapping[str, Any]) -> list[str]:
+        """Write spec, origins and tokenizer, open the log, and record the start, with what is known ``about`` the run.
+
+        Return the changes in the spec of a resumed run.
+        """
+        if not self.session.leads:
+            return []
         stamp("opening the run's files", slow=True)
+        assembly = self.session.assembly
         changes: list[str] = []
+        layout_before = last_layout(self.run_dir / EVENTS)
         with self.files.writing(self.run_dir / "spec.yaml"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            changes = write_resolved(self.session.assembly, self.run_dir)
+            changes = write_resolved(assembly, self.run_dir)
+        with self.files.writing(self.run_dir / ORIGINS):
+            write_origins(self.run_dir / ORIGINS, assembly.origins.of(kept_spec(assembly)))
         with self.files.writing(self.run_dir / TOKENIZER):
             self.session.data.save_tokenizer(self.run_dir)
-        keep_until = self.start if self.resumes else None
-        return MetricsLog(self.run_dir, keep_until=keep_until, writing=self.files.writing), changes
+        self.log.open(self.run_dir, keep_until=self.start if self.resumes else None, writing=self.files.writing)
+        if self.resumed is None:
+            self.log.event("start", self.start, **about)
+        else:
+            more = {"checkpoint": self._relative(self.resumed), "lost_steps": self.log.lost_steps}
+            self.log.event("resume", self.start, **about, **more, layout_before=layout_before, changes=changes)
+        return changes
+
+    @contextmanager
+    def _recorded_end(self) -> Iterator[None]:
+        """Record how the code inside ends. What this rank alone cannot tell is left to the process that watches it."""
+        try:
+            yield
+        except StoppedError as error:
+            self._end("stopped", error)
+            raise
+        except Exception as error:
+            if not (is_out_of_memory(error) or isinstance(error, LostContactError) or lost_a_rank(error)):
+                self._end("failed", error)
+            raise
+        self._end("done")
+
+    def _end(self, outcome: Outcome, error: Exception | None = None) -> None:
+        reason = "" if error is None else reason_of(error)
+        self.log.attempt("end", self.done, outcome=outcome, reason=reason, memory=peak_memory(self.session.device))
+
+    def _full_disk(self, path: Path, reason: str) -> None:
+        self.log.attempt("full_disk", self.done, path=self._relative(path), reason=reason)
+
+    def _relative(self, path: Path) -> str:
+        """A path in the run's folder, relative to it."""
+        return str(path.relative_to(self.run_dir))
 
     def _stop(self, step: int) -> NoReturn:
         """Save after ``step``, unless it is saved already, and raise StoppedError, with a message on one rank only."""
@@ -140,6 +192,7 @@ class Trainer:
         if self.saved != folder:
             self._save(step)
         said = Problem(f"stopped by a signal after step {step + 1}, saved as {folder}.", "Continue with --resume.")
+        self.log.event("stop", step + 1, reason=str(said), checkpoint=self._relative(folder))
         raise StoppedError([said] if self.session.leads else [])
 
     def _measured(self) -> str:
@@ -148,8 +201,8 @@ class Trainer:
         ledger_file.write(self.session.assembly, measured={"peak": peak, "allocator": "cuda"})
         return f"the GPU has allocated at most {peak / 2**30:.4f} GiB"
 
-    def _step(self, step: int) -> dict[str, Any]:
-        """Train one step, evaluate if due, and return its record for ``metrics.jsonl``."""
+    def _step(self, step: int) -> tuple[dict[str, Any], StepResult]:
+        """Train one step, evaluate if due, and return its record for ``metrics.jsonl``, and its result."""
         stamp("observers", step=step + 1)
         self._notify("moefw_before_step", step)
         began = time.perf_counter()
@@ -165,19 +218,46 @@ class Trainer:
             raise RunError(problem.what, f"{problem.fix} {back}", on_every_rank=True) from error
         with self.files.writing(self.run_dir / ROUTES):
             self.routes.record(step + 1, batches, result.routes)
-        record = _record(step, lr, result)
+        record = record_of(step, lr, result)
         spike = self.spikes.warning(step + 1, result.loss)
         if spike:
             record[LOSS_SPIKES] = 1
-        for note in filter(None, (result.note, spike)):
-            say(self.console, note)
+        if spike:
+            self._tell("loss_spike", step, spike)
+        if result.note:
+            self._tell("rerun_step" if RERUN_STEPS in result.counts else "skipped_step", step, result.note)
         record["tokens_per_s"] = result.tokens / (time.perf_counter() - began)
         if self._due(step, self.spec.eval_every):
-            with self.clock.aside("evaluation"):
-                record |= evaluation(self.session)
+            record |= self._evaluate(step)
+        record["seconds"] = {section: round(seconds, 6) for section, seconds in self.clock.step_done().items()}
         stamp("observers")
         self._notify("moefw_after_step", step, metrics=record)
-        return record
+        return record, result
+
+    def _tell(self, event: Event, step: int, reason: str) -> None:
+        """Print a line about a step, and record it."""
+        say(self.console, reason)
+        self.log.event(event, step + 1, reason=reason)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate after a step, and record it. Collective."""
+        with self.clock.aside("evaluation") as aside:
+            values = evaluation(self.session)
+            zlib_bits = self.zlib_bits if self.session.leads else 0.0
+        self.log.event(
+            "evaluation",
+            step + 1,
+            loss=values["eval_loss"],
+            bits_per_byte=values["eval_bits_per_byte"],
+            zlib_bits_per_byte=zlib_bits,
+            seconds=round(aside.seconds, 6),
+        )
+        return values
+
+    @cached_property
+    def zlib_bits(self) -> float:
+        """Bits in which zlib writes a byte of the held-out text, with which evaluations are compared."""
+        return zlib_bits_per_byte(self.session.data.heldout_bytes)
 
     def _notify(self, hook: str, step: int, **arguments: Any) -> None:
         """Call the observers of a hook."""
@@ -194,6 +274,7 @@ class Trainer:
         return nullcontext() if last else self.files.writing(self.run_dir / "checkpoints")
 
     def _save(self, step: int) -> Path:
+        """Save a checkpoint after a step, record it, and return its folder. Collective."""
         session = self.session
         origin = checkpoint.Origin(
             world=session.layout.plan.world,
@@ -203,8 +284,11 @@ class Trainer:
         )
         keep = self.spec.keep_checkpoints
         optimizer = self.engine.optimizer
-        path = checkpoint.save(self.run_dir, step + 1, session.model, optimizer, session.layout, origin, keep=keep)
+        with self.clock.aside("checkpoint") as aside:
+            path = checkpoint.save(self.run_dir, step + 1, session.model, optimizer, session.layout, origin, keep=keep)
+            return_free_pages()
         self.saved = path
+        self.log.event("checkpoint", step + 1, path=self._relative(path), seconds=round(aside.seconds, 6))
         return path
 
     def _resume(self, which: Which | None) -> int:
@@ -223,6 +307,7 @@ class Trainer:
         self.feed = evolve(self.feed, order=order)
         if self.session.leads:
             self.notes = [*chosen.passed, *checkpoint.set_aside_after(self.run_dir, manifest.step)]
+        self.resumed = chosen.folder
         return manifest.step
 
     def _read_weights(self) -> None:
@@ -231,16 +316,3 @@ class Trainer:
             stamp("reading weights", slow=True)
             session = self.session
             read_weights(session.model, Path(self.spec.weights), session.assembly, self.host_group)
-
-
-def _record(step: int, lr: float, result: StepResult) -> dict[str, Any]:
-    return {
-        "step": step + 1,
-        "loss": result.loss,
-        **result.aux_losses,
-        **result.counts,
-        "grad_norm": result.grad_norm,
-        "lr": lr,
-        "load_max_over_mean": result.load_max_over_mean,
-        "expert_load": [[round(share, 4) for share in load] for load in result.load_LE],
-    }

@@ -58,10 +58,10 @@ def kernels(
 ) -> tuple[Chosen, Tensor]:
     from moefw_kernels.routing import triton
 
-    *routed, chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
+    (*routed, entropy), chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
     saved_TE = logits_TE if choice.pre_softmax else None
     grad_TE = triton.route_backward(routed[0], chosen_TK, saved_TE, grad_TK, choice, logits_TE.shape[1])
-    return Chosen(*routed, None), grad_TE
+    return Chosen(*routed, None, entropy), grad_TE
 
 
 def references(
@@ -72,6 +72,16 @@ def references(
     (routed.weights_TK * grad_TK).sum().backward()
     assert given.grad is not None
     return routed, given.grad
+
+
+def entropy(routed: Chosen, mask_T: Tensor | None) -> Tensor:
+    """The sum over routed tokens of the entropy of their shares, written out, and their number."""
+    assert routed.scores_TE is not None
+    scores_TE = routed.scores_TE.detach().double()
+    shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+    entropy_T = -(shares_TE * shares_TE.log()).nan_to_num().sum(-1)
+    valid_T = torch.ones(len(entropy_T)) if mask_T is None else mask_T.double()
+    return torch.stack(((entropy_T * valid_T).sum(), valid_T.sum())).float()
 
 
 def kernels_as_the_reference(score: str, shape: str) -> None:
@@ -86,6 +96,8 @@ def kernels_as_the_reference(score: str, shape: str) -> None:
         assert torch.equal(mine.ids_TK, right.ids_TK)
         assert torch.equal(mine.counts_E, right.counts_E)
         assert mine.ids_TK.dtype == torch.int64
+        assert mine.entropy is not None
+        torch.testing.assert_close(mine.entropy, entropy(right, mask_T), rtol=1e-5, atol=1e-5)
         assert mine.weights_TK.dtype == mine.counts_E.dtype == torch.float32
         exact, exact_grad = references(logits_TE.double(), choice, bias_E, mask_T, grad_TK)
         if torch.equal(exact.ids_TK, mine.ids_TK):
@@ -113,11 +125,11 @@ def equals_by_the_lowest_id() -> None:
             [1.0, float("inf"), float("nan"), float("inf"), 2.0, 0.0],
         ]
     )
-    ids_TK = triton.route(logits_TE, Choice(k=4), None, None)[0]
+    ids_TK = triton.route(logits_TE, Choice(k=4), None, None)[0][0]
     order_TE = logits_TE.nan_to_num(nan=float("inf"), posinf=1e30).sort(dim=-1, descending=True, stable=True).indices
     assert ids_TK.tolist() == order_TE[:, :4].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [2, 0, 1, 3], [2, 1, 3, 4]]
     two_groups = Choice(k=2, groups=(3, 1, 2))
-    assert triton.route(torch.zeros(1, 6), two_groups, None, None)[0].tolist() == [[0, 1]]
+    assert triton.route(torch.zeros(1, 6), two_groups, None, None)[0][0].tolist() == [[0, 1]]
 
 
 def test_equals_are_chosen_from_the_lowest_id_on(interpreter: ProcessPoolExecutor) -> None:

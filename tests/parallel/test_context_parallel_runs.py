@@ -34,6 +34,8 @@ def assert_alike(runs: list[Run], alone: Run) -> None:
         assert found.loss == pytest.approx(wanted.loss, rel=2e-6)
         assert found.aux_losses == pytest.approx(wanted.aux_losses, rel=2e-6)
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-6)
+        assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=5e-6)
+        assert found.router_entropy_L == pytest.approx(wanted.router_entropy_L, rel=2e-6)
         assert found.load_LE == wanted.load_LE
         assert found.counts == wanted.counts
 

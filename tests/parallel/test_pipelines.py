@@ -138,6 +138,9 @@ def assert_results_alike(found: list[Trained], alone: Trained) -> None:
         for got, wanted in zip(rank.results, alone.results, strict=True):
             assert got.loss == pytest.approx(wanted.loss, rel=2e-6)
             assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-6)
+            assert got.grad_norms == pytest.approx(wanted.grad_norms, rel=5e-6)
+            assert got.router_entropy_L == pytest.approx(wanted.router_entropy_L, rel=2e-6)
+            assert got.layers == wanted.layers
             assert got.aux_losses == pytest.approx(wanted.aux_losses, rel=2e-6)
             assert got.load_LE == wanted.load_LE
             assert got.counts == wanted.counts

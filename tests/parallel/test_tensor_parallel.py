@@ -94,6 +94,8 @@ def test_heads_may_share_keys_in_any_way(pool: RankPool, heads: int, kv_heads: i
     runs = pool.run(short_run, 3, {**tree, "parallel": {"dense": {"tp": 3}}}, 2)
     assert [one.loss for one in runs[0].results] == pytest.approx([one.loss for one in alone.results], rel=1e-6)
     assert runs[0].results[0].grad_norm == pytest.approx(alone.results[0].grad_norm, rel=1e-6)
+    assert runs[0].results[0].grad_norms == pytest.approx(alone.results[0].grad_norms, rel=5e-6)
+    assert runs[0].results[0].router_entropy_L == pytest.approx(alone.results[0].router_entropy_L, rel=1e-6)
 
 
 BALANCE = [{"kind": "aux_loss", "over": "sequence"}, {"kind": "aux_loss", "over": "micro_batch"}, {"kind": "z_loss"}]

@@ -129,7 +129,10 @@ class Launches(TorchDispatchMode):
         def call(*args: Any) -> Any:
             leaves = _Differentiable.apply(self, name, function, (forward, backward), *args)  # type: ignore[no-untyped-call]
             result = tree_unflatten([*leaves[1:]], leaves[0])
-            return result._replace(scores_TE=None) if isinstance(result, Chosen) else result
+            if not isinstance(result, Chosen):
+                return result
+            entropy = result.counts_E[:2]  # of any values: the kernel's own number
+            return result._replace(scores_TE=None, entropy=entropy)
 
         return call
 

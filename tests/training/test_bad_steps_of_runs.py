@@ -14,7 +14,7 @@ from moefw.core.errors import RunError
 from moefw.training import feed, trainer
 from moefw.training.engine import Engine
 from moefw.training.faults.loss_spike import WARM_UP, LossSpikes
-from moefw.training.metrics import read_metrics
+from moefw.training.records.metrics import read_metrics
 from moefw.training.resume import Which
 from moefw.training.world import Place
 from run_cases import end, environment_in
@@ -45,7 +45,7 @@ def bad_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(spec: Path, *overrides: str, resume: Which | None = None) -> list[dict[str, Any]]:
     trainer.train(specs.read(str(spec), overrides), Place(0, 1, 0, 1), resume=resume)
-    return read_metrics(spec.parent / "run" / "metrics.jsonl")
+    return list(read_metrics(spec.parent / "run" / "metrics.jsonl"))
 
 
 @pytest.mark.fault("a bad batch is skipped, and the run resumed", "it is counted in the metrics and not met again")
@@ -75,7 +75,7 @@ def test_a_run_stops_at_a_bad_step_unless_told_otherwise(spec: Path) -> None:
     with pytest.raises(RunError, match="step 3, rank 0: the output of embed") as caught:
         train(spec)
     assert caught.value.exit_code == 1
-    assert len(read_metrics(spec.parent / "run" / "metrics.jsonl")) == 2
+    assert len(list(read_metrics(spec.parent / "run" / "metrics.jsonl"))) == 2
 
 
 @pytest.mark.fault("a step is bad on two ranks", "exit code 1; one message")

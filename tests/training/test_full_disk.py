@@ -14,13 +14,16 @@ from small_spec import small_spec
 
 CASES: dict[str, tuple[int, list[str]]] = {
     "spec.yaml": (0, []),
-    "tensorboard": (1, []),
-    "metrics.jsonl": (2, []),
+    "origins.json": (1, []),
+    "tensorboard": (3, []),
+    "events.jsonl": (4, []),
+    "metrics.jsonl": (5, []),
+    "expert_load.jsonl": (6, []),
     "everything": (0, ["train.on_full_disk=continue"]),
     "checkpoint": (30, ["train.checkpoint_every=5"]),
     "a checkpoint passed over": (30, ["train.checkpoint_every=5", "train.on_full_disk=continue"]),
 }
-"""Free pages when a run begins, and overrides. Files take one page each, in this order."""
+"""Free pages when a run begins, and overrides. Files take one page each, in this order, and origins.json two."""
 
 pytestmark = pytest.mark.skipif(
     subprocess.run(["unshare", "-Urm", "true"], check=False, capture_output=True).returncode != 0,
@@ -44,7 +47,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.fault("the disk is full at {id}", "one line names the file; exit code 1")
-@pytest.mark.parametrize("name", ["spec.yaml", "tensorboard", "metrics.jsonl"])
+@pytest.mark.parametrize("name", list(CASES)[:6])
 def test_a_run_that_stops_names_the_file(told: dict[str, Any], name: str) -> None:
     found = told[name]
     assert found["code"] == 1
@@ -57,7 +60,7 @@ def test_a_run_that_stops_names_the_file(told: dict[str, Any], name: str) -> Non
 def test_a_run_that_goes_on_names_each_file_once_and_ends_well(told: dict[str, Any]) -> None:
     found = told["everything"]
     said = [line for line in found["out"].splitlines() if "Training goes on" in line]
-    assert [name in line for line, name in zip(said, ["spec.yaml", "tensorboard", "metrics.jsonl"], strict=True)]
+    assert all(name in line for line, name in zip(said, list(CASES)[:6], strict=True))
     assert "step 20/20" in found["out"]
     assert found["code"] == 1
     assert "step-20 could not be saved" in found["err"]

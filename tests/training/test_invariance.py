@@ -66,6 +66,8 @@ def assert_same(runs: list[Run], alone: Run) -> None:
     for got, wanted in zip(runs[0].results, alone.results, strict=True):
         assert got.loss == pytest.approx(wanted.loss, rel=2e-6)
         assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-5)
+        assert got.grad_norms == pytest.approx(wanted.grad_norms, rel=2e-5)
+        assert got.router_entropy_L == pytest.approx(wanted.router_entropy_L, rel=1e-5)
         assert got.load_LE == wanted.load_LE
     worst = max((last[name] - alone.last[name]).abs().max().item() for name in last)
     assert worst < 2e-5

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moefw.core.errors import DataError, RunError
-from moefw.training.metrics import MetricsLog, read_metrics
+from moefw.training.records.metrics import MetricsLog, read_metrics
 
 
 def write_steps(run_dir, steps, *, keep_until=None, shift=0.0):
@@ -28,13 +28,13 @@ def test_what_was_written_is_read_back(tmp_path):
     record = {"step": 3, "loss": np.float32(1.5), "calls": np.int64(7), "load": [[1.0, 2.0], [0.5, 1.5]]}
     with MetricsLog(tmp_path) as log:
         log.write(record)
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{**record, "loss": 1.5, "calls": 7}]
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{**record, "loss": 1.5, "calls": 7}]
 
 
 def test_a_line_is_whole_on_disk_before_the_log_is_closed(tmp_path):
     log = MetricsLog(tmp_path)
     log.write({"step": 1, "loss": 2.0})
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1, "loss": 2.0}\n'
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":1,"loss":2.0}\n'
     log.close()
 
 
@@ -82,7 +82,7 @@ def test_damage_before_the_last_line_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:2: damaged"):
-        read_metrics(path)
+        list(read_metrics(path))
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -32,7 +32,9 @@ def spec(write_spec: Callable[..., Path]) -> Path:
 
 def records(spec: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (spec.parent / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in ("time", "seconds", "tokens_per_s")} for line in lines
+    ]
 
 
 def trained(spec: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from moefw.core.errors import SpecError
 from moefw.training import checkpoint
 from moefw.training.faults.stacks import keep_own
 from moefw.training.folder import MOST_NAMED, checkpoint_dirs, run_folder
-from moefw.training.metrics import MetricsLog
+from moefw.training.records.metrics import MetricsLog
 
 
 def opened(run_dir: Path, *, resume: bool = False) -> Any:

@@ -43,8 +43,9 @@ def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None = None, mask_
     """
     if not kernels_take(logits_TE, choice):
         return reference.route(logits_TE, choice, bias_E, mask_T)
-    ids_TK, weights_TK, counts_E = _Route.apply(logits_TE, choice, bias_E, mask_T)  # type: ignore[no-untyped-call]
-    return Chosen(ids_TK, weights_TK, counts_E, None)
+    routed = _Route.apply(logits_TE, choice, bias_E, mask_T)  # type: ignore[no-untyped-call]
+    ids_TK, weights_TK, counts_E, entropy = routed
+    return Chosen(ids_TK, weights_TK, counts_E, None, entropy)
 
 
 class _Route(torch.autograd.Function):
@@ -53,20 +54,24 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from moefw_kernels.routing import triton
 
-        ids_TK, weights_TK, counts_E, chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
+        routed, chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
+        ids_TK, weights_TK, counts_E, entropy = routed
         ctx.save_for_backward(ids_TK, chosen_TK, logits_TE if choice.pre_softmax else None)
         ctx.choice = choice
         ctx.num_experts = logits_TE.shape[1]
-        ctx.mark_non_differentiable(ids_TK, counts_E)
+        # Both share one storage. ``data`` hides from autograd that they are views of it: it refuses to change those.
+        counts_E = counts_E.data
+        entropy = entropy.data
+        ctx.mark_non_differentiable(ids_TK, counts_E, entropy)
         ctx.set_materialize_grads(False)
-        return ids_TK, weights_TK, counts_E
+        return ids_TK, weights_TK, counts_E, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: None, grad_TK: Tensor | None, __: None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, _: None, grad_TK: Tensor | None, *__: None) -> tuple[Tensor | None, None, None, None]:
         from moefw_kernels.routing import triton
 
         if grad_TK is None:

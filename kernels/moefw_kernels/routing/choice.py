@@ -40,9 +40,13 @@ class Choice:
 class Chosen(NamedTuple):
     """``ids_TK`` int64 and ``weights_TK`` fp32, -1 and 0 where a choice is absent; ``counts_E`` fp32: how many tokens
     chose each expert; ``scores_TE`` in the dtype of the logits, None from a kernel, which keeps them to itself.
+
+    ``entropy`` (2) fp32 comes from a kernel alone: the sum over routed tokens of the entropy, in nats, of their scores
+    divided by their sum, and the number of these tokens.
     """
 
     ids_TK: Tensor
     weights_TK: Tensor
     counts_E: Tensor
     scores_TE: Tensor | None
+    entropy: Tensor | None = None

@@ -113,6 +113,15 @@ def softmax(x, COMPILED: tl.constexpr):
     return tl.div_rn(power, tl.broadcast_to(tl.sum(power, 1)[:, None], power.shape))
 
 
+@triton.jit
+def entropy_of(scores, COMPILED: tl.constexpr):
+    """Entropy of each row divided by its sum; scores are not negative, and 0 for experts that do not exist."""
+    total = tl.maximum(tl.sum(scores, 1), TINY)[:, None]
+    shares = tl.div_rn(scores, tl.broadcast_to(total, scores.shape))
+    # 0 ln 0 is 0. NaN is not 0 and stays.
+    return -tl.sum(tl.where(shares == 0.0, 0.0, shares * log(shares, COMPILED)), 1)
+
+
 def together(width: int) -> int:
     """How many tokens with ``width`` logits, a power of two, a program looks at together."""
     return max(1, ELEMENTS // width)

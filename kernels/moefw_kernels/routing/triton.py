@@ -23,6 +23,7 @@ from moefw_kernels.routing.choice import Choice
 from moefw_kernels.routing.in_kernels import (
     NONE,
     contiguous,
+    entropy_of,
     keys_of,
     ordered,
     score_of,
@@ -72,13 +73,18 @@ def _route_kernel(
     G: tl.constexpr, S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     TOKENS: tl.constexpr, N: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of ``TOKENS`` tokens, weigh them, and count them."""
+    """Choose the experts of ``TOKENS`` tokens, weigh them, and count them.
+
+    A program's row of ``counts`` has those of each expert, the sum of the entropies of its tokens, and their number.
+    """
     program = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, G * S)
     expert = place // S * SIZE + place % S
     has_expert = (place % S < SIZE) & (place // S < GROUPS)
     k = tl.arange(0, KP)[None, :]
     count = tl.zeros((G * S,), tl.int32)
+    entropy = tl.zeros((N,), tl.float32)
+    seen = tl.zeros((N,), tl.float32)
     for start in range(0, TOKENS, N):
         t = program * TOKENS + start + tl.arange(0, N)
         routed = t < tokens
@@ -94,6 +100,11 @@ def _route_kernel(
         else:
             ranking = logit
         value = ranking if PRE else logit
+        if SCORE == "softmax" and not PRE:
+            shares = softmax(logit, COMPILED)
+        else:
+            shares = tl.where(has_expert[None, :], ranking, 0.0)
+        entropy_N = entropy_of(shares, COMPILED)
         if bias is not None:
             ranking += tl.load(bias + expert, mask=has_expert, other=0.0)[None, :]
         keys = tl.where(has_expert[None, :], keys_of(ranking, place[None, :], G * S), NONE)
@@ -111,6 +122,8 @@ def _route_kernel(
             value_NK = tl.where(k == choice, tl.sum(tl.where(hit, value, 0.0), 1)[:, None], value_NK)
         if present is not None:
             routed = routed & (tl.load(present + t, mask=routed, other=0) != 0)
+        entropy += tl.where(routed, entropy_N, 0.0)
+        seen += routed.to(tl.float32)
         # Keys that were taken out are those of chosen experts; places without an expert are not stored.
         count += tl.sum(((keys == NONE) & routed[:, None]).to(tl.int32), 0)
         # Weights of the choices: (N, KP).
@@ -128,7 +141,10 @@ def _route_kernel(
         tl.store(weights + to, tl.where(routed[:, None], weight * scale, 0.0), mask=stored)
         if chosen is not None:
             tl.store(chosen + to, value_NK, mask=stored)
-    tl.store(counts + program * num_experts + expert, count.to(tl.float32), mask=has_expert)
+    counts += program * (num_experts + 2)
+    tl.store(counts + expert, count.to(tl.float32), mask=has_expert)
+    tl.store(counts + num_experts, tl.sum(entropy, 0))
+    tl.store(counts + num_experts + 1, tl.sum(seen, 0))
 
 
 @triton.jit
@@ -176,11 +192,11 @@ def _backward_kernel(
 
 def route(
     logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Implement ``moefw_kernels.routing.route`` for fp32: ids, weights and counts, and also the chosen logits.
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
+    """Implement ``moefw_kernels.routing.route`` for fp32: ids, weights, counts and entropy, and also the chosen logits.
 
     Of these, fp32 (T, K), the weights are computed. None with ``pre_softmax``, where weights are scores of a softmax
-    over all logits.
+    over all logits. Counts and entropy share one storage.
     """
     tokens, experts = logits_TE.shape
     k = choice.k
@@ -193,7 +209,7 @@ def route(
     ids_TK = logits_TE.new_empty(tokens, k, dtype=torch.int64)
     weights_TK = logits_TE.new_empty(tokens, k)
     chosen_TK = None if choice.pre_softmax else logits_TE.new_empty(tokens, k)
-    counts_PE = logits_TE.new_empty(programs, experts)
+    counts_PX = logits_TE.new_empty(programs, experts + 2)
     if tokens:
         _route_kernel[(programs,)](
             logits=logits_TE.contiguous(),
@@ -201,7 +217,7 @@ def route(
             present=contiguous(mask_T),
             ids=ids_TK,
             weights=weights_TK,
-            counts=counts_PE,
+            counts=counts_PX,
             chosen=chosen_TK,
             tokens=tokens,
             num_experts=experts,
@@ -221,7 +237,8 @@ def route(
             N=min(TOKENS, together(groups * places)),
             COMPILED=is_compiled(),
         )
-    return ids_TK, weights_TK, counts_PE.sum(0), chosen_TK
+    counts_E, entropy = counts_PX.sum(0).split((experts, 2))
+    return (ids_TK, weights_TK, counts_E, entropy), chosen_TK
 
 
 def route_backward(

@@ -25,6 +25,8 @@ from moefw.core.errors import Problem, SpecError
 MAX_BYTES = 100_000
 MAX_DEPTH = 20
 MAX_WHOLE = 2**63 - 1
+COMMAND_LINE: Final = "command line"
+"""How the place of an override begins."""
 
 KeyPath = tuple[str | int, ...]
 Tree = dict[str, object]
@@ -39,9 +41,12 @@ class Marks:
 
     def where(self, path: KeyPath) -> str:
         """``file:line:column a.b[0]`` for ``path``, with the place of its nearest parent if it has none."""
+        return f"{self.place(path)} {dotted(path)}".rstrip()
+
+    def place(self, path: KeyPath) -> str:
+        """``file:line:column`` of ``path``, or of its nearest parent that has a place."""
         parents = (path[:end] for end in range(len(path), -1, -1))
-        place = next((self.places[parent] for parent in parents if parent in self.places), self.name)
-        return f"{place} {dotted(path)}".rstrip()
+        return next((self.places[parent] for parent in parents if parent in self.places), self.name)
 
     def forget(self, path: KeyPath) -> None:
         """Drop the places of ``path`` and of all keys below it."""
@@ -232,7 +237,7 @@ def scalar(text: str, *, plain: bool = True) -> object:
 def _override(override: str, tree: Tree, marks: Marks, problems: list[Problem]) -> None:
     """Apply ``a.b[0].c=d`` to ``tree``, and create missing sections. Raises SpecError if the path does not exist."""
     name, equals, text = override.partition("=")
-    place = f"command line, {show(override, limit=200)}"
+    place = f"{COMMAND_LINE}, {show(override, limit=200)}"
     *parents, last = re.sub(r"\[([0-9]+)\]", r".\1", name).split(".")
     if not equals or not all((*parents, last)):
         raise SpecError(Problem("an override is written key.path=value.", "For example train.steps=20.", place))

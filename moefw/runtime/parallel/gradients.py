@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from moefw.core.contracts import Layout
 from moefw.core.records import Side
 from moefw.runtime.parallel.holders import STAGE, holdings
 from moefw.runtime.parallel.local_shards import is_shared_out, local
+from moefw.runtime.parallel.parts import PARTS, part_of_each
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +22,8 @@ class Family:
     """Parameters that the same ranks hold in the same way: see :class:`moefw.runtime.parallel.holders.Holding`."""
 
     parameters: list[nn.Parameter]
+    parts: list[str]
+    """The part of the model of each parameter: one of ``PARTS``."""
     summed_over: tuple[str, ...]
     copies: int
     stages: tuple[int, ...]
@@ -38,17 +42,20 @@ class Gradients:
     def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
         self.layout = layout
         self._dtype = dtype
+        parts = part_of_each(model)
         families: dict[tuple[Side, str | None, tuple[int, ...]], Family] = {}
         for held in holdings(model):
             key = held.side, held.split_axis, held.stages
             if key not in families:
                 families[key] = Family(
                     parameters=[],
+                    parts=[],
                     summed_over=held.summed_over(layout),
                     copies=held.num_copies(layout),
                     stages=held.stages,
                 )
             families[key].parameters.append(held.parameter)
+            families[key].parts.append(parts[held.parameter])
         self.families = [*families.values()]
 
     def begin(self) -> None:
@@ -72,15 +79,30 @@ class Gradients:
                 assert group_of_stages is not None, "several stages hold the parameters"
                 all_reduce_flat(_local(family.parameters), group_of_stages)
 
-    def norm(self) -> Tensor:
-        """Norm of the whole gradient, fp64, the same on every rank."""
+    def norms(self) -> Tensor:
+        """Norms of the whole gradient and of each of ``PARTS``, ``(1 + parts)`` fp64, the same on every rank."""
         # Each copy of an element adds its share, so the sum over all ranks counts the element once.
-        weighted = [_squares(_local(family.parameters)) / family.copies for family in self.families]
-        square = torch.stack(weighted).sum()
+        whole = []
+        by_part = []
+        for family, of_part_XP in zip(self.families, self._of_parts, strict=True):
+            squares_P = _squares(_local(family.parameters))
+            whole.append(squares_P.sum() / family.copies)
+            # Chosen, not multiplied by 0: a square may be infinite.
+            by_part.append(torch.where(of_part_XP, squares_P, 0.0).sum(1) / family.copies)
+        squares_X = torch.cat([torch.stack(whole).sum().unsqueeze(0), torch.stack(by_part).sum(0)])
         group = self.layout.group("pp", *STAGE)
         if group is not None:
-            dist.all_reduce(square, group=group)
-        return square.sqrt()
+            dist.all_reduce(squares_X, group=group)
+        return squares_X.sqrt()
+
+    @cached_property
+    def _of_parts(self) -> list[Tensor]:
+        """For each family, which of its parameters belong to each part: bool ``(parts, parameters)``."""
+        masks = []
+        for family in self.families:
+            rows = [[part == of for of in family.parts] for part in PARTS]
+            masks.append(torch.tensor(rows, device=family.parameters[0].device))
+        return masks
 
     def clip(self, norm: Tensor, limit: float) -> None:
         """Scale the gradients of norm ``norm`` to a norm of at most ``limit``."""
@@ -103,7 +125,8 @@ def _local(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()
+    """The square of each tensor's norm, fp64."""
+    return torch.stack(torch._foreach_norm(list(tensors))).double().square()
 
 
 def all_reduce_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -25,6 +25,7 @@ from moefw.plugins.routers.topk.selection import BelowQuantile, Stats, next_quan
 from moefw.runtime.compute.aux_loss import attach
 from moefw.runtime.compute.product import wide_linear
 from moefw.runtime.parallel.shared_tokens import ALONE, TokenGroups
+from moefw.runtime.router_entropy import ROUTER_ENTROPY
 from moefw_kernels.random import token_keys, uniform
 from moefw_kernels.routing import Choice, Chosen, route, route_to
 
@@ -111,8 +112,10 @@ class TopKRouter(nn.Module, Router):
             chosen = route(logits_TE, self._choice, bias_E, mask_T)
         else:
             chosen, stats = self._route_to(replayed_TK, logits_TE, bias_E, batch)
-        ids_TK, weights_TK, counts_E, scores_TE = chosen
+        ids_TK, weights_TK, counts_E, scores_TE, entropy = chosen
         stats["tokens_per_expert"] = counts_E
+        if entropy is not None and self.training:
+            stats[ROUTER_ENTROPY] = entropy
         # Balance losses count the plain top-k, whatever bias, groups or capacity change of it.
         is_plain = bias_E is None and replayed_TK is None and self._choice.groups is None
         plain_TK = ids_TK if is_plain else None

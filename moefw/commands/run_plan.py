@@ -1,0 +1,97 @@
+"""The plan of a run's memory, which a process of low priority makes beside the run.
+
+It waits for no step, and no step waits for it. It reads the spec and the number of ranks from a line of its standard
+input, and ends when that input ends: with the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from moefw.commands.plan import PLANS
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.errors import MoefwError
+from moefw.planner import ledger
+from moefw.system.python import python
+from moefw.training import ledger_file
+from moefw.training.folder import cache_dir, kept_spec
+
+LOWEST: Final = 19
+"""The niceness of the process: it runs when a core has nothing else to do."""
+LOOK_S: Final = 0.1
+
+
+@contextmanager
+def planned_beside(assembly: Assembly) -> Iterator[None]:
+    """Let the plan of a rank's memory be written into the run's ledger, while the code inside runs.
+
+    If it is not ready in the end, or fails, the ledger says so. A run never fails for it.
+    """
+    told = json.dumps([kept_spec(assembly), assembly.layout.world]).encode() + b"\n"
+    try:
+        process = subprocess.Popen(
+            python("-m", __name__), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+    except OSError as error:
+        yield
+        _unplanned(assembly, f"its process could not be started: {(error.strerror or str(error)).lower()}.")
+        return
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(told)
+        process.stdin.flush()
+    try:
+        yield
+    finally:
+        ready = process.poll() is not None
+        process.kill()
+        _, errors = process.communicate()
+        if not ready:
+            _unplanned(assembly, "the run ended before it was ready. See `moefw plan`.")
+        elif process.returncode:
+            _unplanned(assembly, (errors.decode(errors="replace").splitlines() or ["no reason is known."])[-1])
+
+
+def _unplanned(assembly: Assembly, reason: str) -> None:
+    """Write why there is no plan into the ledger of a run that has begun."""
+    if (Path(assembly.spec.run.dir) / "spec.yaml").is_file():
+        with suppress(MoefwError, OSError):
+            ledger_file.write(assembly, no_plan=reason)
+
+
+def main() -> None:
+    """Plan the spec that is read from standard input."""
+    os.nice(LOWEST)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process
+    tree, world = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
+        assembly = assemble_tree(tree, Marks("spec.yaml"), defaults=defaults(), world=world)
+        predicted = ledger(assembly, cache=cache_dir() / PLANS).to_data()
+        while not (Path(assembly.spec.run.dir) / "spec.yaml").is_file():
+            time.sleep(LOOK_S)  # a run that does not begin leaves nothing in its folder
+        ledger_file.write(assembly, predicted=predicted, no_plan=None)
+    except MoefwError as error:
+        sys.exit(str(error))
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

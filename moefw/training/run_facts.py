@@ -1,0 +1,71 @@
+"""What a run is: its versions, machine, layout and sizes, for the event that begins it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moefw import __version__
+from moefw.runtime.communication.agreement import everywhere
+from moefw.runtime.parallel.holders import holdings
+from moefw.runtime.parallel.local_shards import local
+from moefw.training.session import Session
+from moefw_kernels.devices import is_gpu
+
+CPUS = Path("/proc/cpuinfo")
+
+
+def facts(session: Session) -> dict[str, Any]:
+    """Fields of the events ``start`` and ``resume``: docs/runs.md. Collective."""
+    assembly = session.assembly
+    dims = assembly.site.dims
+    plan = session.layout.plan
+    plugins = {distribution: version for _, _, distribution, version in assembly.versions()}
+    versions = {"moefw": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    return {
+        "versions": {**plugins, **versions},
+        "machine": {
+            "host": socket.gethostname(),
+            "device": session.device.type,
+            "name": device_name(session.device),
+            "cores": len(os.sched_getaffinity(0)),
+        },
+        "ranks": plan.world,
+        "layout": {axis: size for axis, size in plan.sizes.items() if size > 1},
+        "parameters": num_parameters(session),
+        "moe_layers": list(assembly.layers),
+        "experts": dims.num_experts,
+        "top_k": dims.top_k,
+        "tokens_per_step": assembly.spec.train.tokens_per_step,
+    }
+
+
+def num_parameters(session: Session) -> int:
+    """Number of parameters of the whole model. Collective."""
+    layout = session.layout
+    held = holdings(session.model)
+    share = sum(local(each.parameter).numel() / each.num_copies(layout) for each in held)
+    shares: list[float] = everywhere(share, layout.host_group())
+    return round(sum(shares))
+
+
+def device_name(device: torch.device) -> str:
+    """Name of a GPU or of this machine's processor."""
+    if is_gpu(device):
+        return torch.cuda.get_device_name(device)
+    lines = CPUS.read_text(errors="replace").splitlines() if CPUS.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
+
+
+def peak_memory(device: torch.device) -> dict[str, Any]:
+    """The most memory of this rank so far: that of its GPU, or of its process."""
+    if is_gpu(device):
+        return {"peak_bytes": torch.cuda.max_memory_allocated(device), "of": "device"}
+    return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "of": "process"}
