@@ -160,7 +160,7 @@ def around_a_recomputed_region(policy: MemoryPolicy, region: str) -> tuple[int, 
     inside: list[tuple[StorageWeakRef, int]] = []
 
     def function(x: Tensor) -> Tensor:
-        hidden = again(x)
+        hidden: Tensor = again(x)
         if not inside:  # the first run
             inside.append((StorageWeakRef(hidden.untyped_storage()), hidden.untyped_storage().nbytes()))
         return hidden.sin()
