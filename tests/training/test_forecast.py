@@ -2,9 +2,12 @@
 
 import pytest
 
+from moefw.commands import specs
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.choice import Choice
+from moefw.training import trainer
 from moefw.training.forecast import Forecast
+from moefw.training.world import ALONE
 
 
 def lines(seconds, *, start=0, steps=1000, eval_tokens=1, **more):
@@ -61,3 +64,8 @@ def test_a_resumed_run_counts_what_is_left_of_it():
 )
 def test_a_duration_has_a_unit_that_fits(steps, duration):
     assert duration in the_line([1.0] * 8, steps=steps)
+
+
+def test_a_run_prints_it(write_spec, capsys):
+    trainer.train(specs.read(str(write_spec(steps=10)), ()), ALONE, resume=None)
+    assert capsys.readouterr().out.count("this run takes about ") == 1
