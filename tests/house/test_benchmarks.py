@@ -39,3 +39,18 @@ def test_dropped_rows_leave_the_tokens_and_the_pre_activation(monkeypatch: pytes
     assert held["recompute dispatch and router"] < held["recompute dispatch"] < held["keep"] < held[saved_bytes.PEER]
     assert held["recompute dispatch and router"] < 1.02
     assert held["keep"] - held["recompute dispatch"] == pytest.approx(rows, abs=0.02)
+
+
+def test_a_recorded_step_is_measured_beside_one_that_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("MOEFW_RESULTS", str(tmp_path))
+    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
+    recording = importlib.import_module("recording")
+    (tmp_path / "text.txt").write_text("a fox jumps over a dog\n" * 500)
+    small = (f"data.path={tmp_path}/text.txt", "data.tokenizer=bytes", "model.vocab_size=256", "model.num_layers=1")
+    sizes = ("train.seq_len=64", "train.tokens_per_step=512", "train.eval_tokens=512", "precision.use=fp32")
+    measured = recording.main(1, *small, *sizes, dry=True)
+    assert measured["wall_s"].keys() == {"off", "on"}
+    assert all(seconds > 0 for seconds in measured["parts_processor_s"].values() if seconds)
+    assert measured["share_of_step"] > 0
+    assert (tmp_path / "recording.json").is_file()
