@@ -2,13 +2,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-QUICKSTART := examples/quickstart.yaml
-SPEC   ?= $(QUICKSTART)
-# The quickstart multiplies in bf16. Without a GPU, and instructions for it in the CPU, it trains in fp32 for about as long.
-ifeq ($(SPEC),$(QUICKSTART))
-WITHOUT_BF16 := $(shell grep -qsEw 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo || command -v nvidia-smi > /dev/null \
-  || echo precision.use=fp32 train.steps=700)
-endif
+# A GPU, or a CPU with instructions for bf16, trains the quickstart in bf16. On another CPU a product in bf16 takes many
+# times as long as one in fp32: it trains the same model in fp32, with steps and rates of its own.
+HAS_BF16 := $(shell command -v nvidia-smi || grep -sEwo -m1 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo)
+SPEC   ?= examples/$(if $(HAS_BF16),quickstart,quickstart-fp32).yaml
 CONSTRAINTS ?= constraints.txt
 JOBS   ?= 2
 # A test that computes with two threads beside another one waits for them most of the time.
@@ -19,8 +16,9 @@ FAULTS  = $(shell grep -rl --include='test_*.py' 'mark.fault' tests | sort -r)
 .PHONY: help setup train test test-deep deep-table test-faults soak test-oldest test-gpu test-layouts test-third-party lint format clean
 
 help:
-	@echo "make train   set up and train $(SPEC) (ARGS='train.steps=20' overrides)"
-	@echo "make test    set up and run all tests but the deep ones, JOBS=$(JOBS) files at a time"
+	@echo "make train   install what training needs, and train $(SPEC) (ARGS='train.steps=20' overrides)"
+	@echo "make setup   install what tests and lint need, too; the targets below do so themselves"
+	@echo "make test    run all tests but the deep ones, JOBS=$(JOBS) files at a time"
 	@echo "make test-deep  the tests that take long: all combinations where make test tries every two values, and kills"
 	@echo "make deep-table  which tests those are, by file"
 	@echo "make test-faults  every fault that a run must survive or name, and what came of it, as a table"
@@ -33,19 +31,33 @@ help:
 	@echo "make format  let ruff format the sources"
 	@echo "make clean   remove the virtual environment and caches"
 
+# What training needs. Who develops adds to it: $(BIN)/.ready-dev.
 $(BIN)/.ready: pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
 	  || { echo "error: moefw needs Python 3.11 or 3.12; try make PYTHON=python3.12"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
-	touch $@
-
-setup: $(BIN)/.ready
-
-train: setup
-	$(BIN)/moefw train $(SPEC) $(WITHOUT_BF16) $(ARGS)
+	@$(PYTHON) -m venv $(VENV)
+	@$(call install,.,PyTorch and moefw into $(VENV): about a minute)
+	@touch $@
 
 # Tests start Python hundreds of times, also where PYTHONDONTWRITEBYTECODE keeps it from storing what it compiles.
+$(BIN)/.ready-dev: $(BIN)/.ready
+	@$(call install,.[dev],what tests and lint need)
+	@echo "compiling the installed packages"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # a few are for another Python
+	@touch $@
+
+# $(1): what pip installs; $(2): the same in words. Python compiles what it imports when it first does, which is a small
+# part: that takes a third of the time that pip takes to compile all.
+install = echo "installing $(2)"; begin=$$(date +%s); \
+  $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable '$(1)' \
+  && echo "installed in $$(($$(date +%s) - begin)) s"
+
+setup: $(BIN)/.ready-dev
+
+train: $(BIN)/.ready
+	$(BIN)/moefw train $(SPEC) $(ARGS)
+
+# moefw itself, again where a source has changed.
 test: setup
 	$(BIN)/python -m compileall -q -x /templates/ moefw kernels
 	$(BIN)/python -m pytest -m "not deep" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -1,8 +1,9 @@
-"""Time and result of the quickstart, and the loads of its experts with and without balancing.
+"""Time and result of a quickstart, and the loads of its experts with and without balancing.
 
-Runs ``examples/quickstart.yaml`` unchanged, then as ``make train`` runs it on a CPU without instructions for bf16, and
-for a quarter of its steps with ``routing.balance=[]``. Writes ``benchmarks/results/quickstart.json``. The pictures of
-the documentation are those of a report: ``scripts/report_pages.py --images``.
+Runs ``examples/quickstart.yaml``, or the spec that is given, as it is, and for a quarter of its steps with
+``routing.balance=[]``. Writes ``benchmarks/results/NAME.json``, with the spec's name. ``make train`` trains
+``quickstart-fp32.yaml`` on a CPU without instructions for bf16. The pictures of the documentation are those of a
+report: ``scripts/report_pages.py --images``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +22,30 @@ import record
 from moefw.training.records.expert_load import EXPERT_LOAD, last_steps, read_expert_load
 from moefw.training.records.metrics import read_metrics
 
-SPEC = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 WINDOW = 50
-WITHOUT_BF16 = ("precision.use=fp32", "train.steps=700")
 
 
 def main() -> None:
     """Run, print and write."""
-    steps = YAML(typ="safe").load(SPEC)["train"]["steps"]
+    spec = Path(sys.argv[1]) if len(sys.argv) > 1 else QUICKSTART
+    steps = YAML(typ="safe").load(spec)["train"]["steps"]
     with tempfile.TemporaryDirectory() as folder:
         measured = {
-            "quickstart": train(Path(folder) / "quickstart"),
-            "fp32": train(Path(folder) / "fp32", *WITHOUT_BF16),
-            "without balance": train(Path(folder) / "without", f"train.steps={steps // 4}", "routing.balance=[]"),
+            "quickstart": train(spec, Path(folder) / "quickstart"),
+            "without balance": train(spec, Path(folder) / "without", f"train.steps={steps // 4}", "routing.balance=[]"),
         }
         for name, result in measured.items():
             print(name, result)
-        print(record.write("quickstart", measured))
+        print(record.write(spec.stem, measured))
 
 
-def train(run: Path, *overrides: str) -> dict[str, Any]:
+def train(spec: Path, run: Path, *overrides: str) -> dict[str, Any]:
     """Train and return a summary of ``metrics.jsonl``; loads are averages over the last steps."""
-    command = [sys.executable, "-m", "moefw", "train", str(SPEC), f"run.dir={run}", *overrides]
+    command = [sys.executable, "-m", "moefw", "train", str(spec), f"run.dir={run}", *overrides]
+    start_s = time.perf_counter()
     subprocess.run(command, check=True)
+    whole_s = time.perf_counter() - start_s
     records = list(read_metrics(run / "metrics.jsonl"))
     tokens = YAML(typ="safe").load(run / "spec.yaml")["train"]["tokens_per_step"]
     mean = last_steps(read_expert_load(run / EXPERT_LOAD), WINDOW)
@@ -50,6 +53,7 @@ def train(run: Path, *overrides: str) -> dict[str, Any]:
     busiest_SL = np.array([one["experts"]["busiest"] for one in records[-WINDOW:]])
     return {
         "steps": len(records),
+        "whole_s": round(whole_s, 1),
         "training_s": round(sum(tokens / one["tokens_per_s"] for one in records), 1),
         "tokens_per_s": round(float(np.median([one["tokens_per_s"] for one in records]))),
         "eval_bits_per_byte": round(records[-1]["eval_bits_per_byte"], 4),

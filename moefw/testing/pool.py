@@ -22,8 +22,10 @@ import torch.distributed as dist
 
 from moefw.core.errors import ContractError
 from moefw.testing.frozen_stages import freeze_stages
+from moefw.testing.lateness import LOOK_S, Lateness, main_thread_s
 
-COLLECTIVE_TIMEOUT_S = 60.0
+COLLECTIVE_TIMEOUT_S = 600.0
+"""Seconds after which gloo gives up: late, as the pool itself tells ranks that hang from those that are slow."""
 CONNECTS = 3
 """Number of attempts to connect: on a busy machine, gloo's ranks sometimes fail to ("closed by peer")."""
 GRACE_S = 3.0
@@ -78,7 +80,7 @@ class RankPool:
         """``function(*args)`` of every rank of a gloo world, in rank order.
 
         ``function`` must be importable by name. Raises ContractError, with a traceback for each failed rank, if a rank
-        fails or times out.
+        fails, or has not answered after ``timeout_s`` and hangs. One that computes is waited for: see ``Lateness``.
         """
         if not 1 <= world <= self.size:
             raise ValueError(f"a pool of {self.size} ranks cannot run a world of {world}")
@@ -99,15 +101,21 @@ class RankPool:
             # The path first, in a message of its own: unpickling the function imports its module.
             pipe.send_bytes(pickle.dumps(sys.path))
             pipe.send_bytes(pickle.dumps((self._jobs, rank, world, function, args)))
-        return self._collect(world, time.monotonic() + timeout_s)
+        return self._collect(world, timeout_s)
 
-    def _collect(self, world: int, deadline: float) -> list[Any]:
+    def _collect(self, world: int, timeout_s: float) -> list[Any]:
         """Answers in rank order. Raises an error with all failures, after which no process is left."""
         answers: list[Any] = [None] * world
         failures: list[str] = []
         unconnected = False
         waiting = set(range(world))
-        while waiting and time.monotonic() < deadline:
+        deadline = time.monotonic() + timeout_s
+        lateness = Lateness(timeout_s, lambda rank: main_thread_s(self._workers[rank][0].pid))
+        while waiting:
+            if time.monotonic() >= deadline:
+                if failures or not lateness.any_computes(waiting):
+                    break
+                deadline = time.monotonic() + LOOK_S
             pipes: dict[Any, int] = {self._workers[rank][1]: rank for rank in waiting}
             answered = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
             for rank in sorted(pipes[pipe] for pipe in answered):

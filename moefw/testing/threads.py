@@ -7,6 +7,7 @@ collective is done when it returns. To test overlap, use processes (:class:`moef
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from moefw.core.errors import ContractError
 from moefw.recording.collectives import Collective, Collectives
+from moefw.testing.lateness import LOOK_S, Lateness
 
 _ProcessGroup: Any = dist.ProcessGroup
 """The type stub lacks the constructor without a backend."""
@@ -54,7 +56,8 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     """``function(group, rank, *args)`` of every rank, in rank order; each rank is a thread.
 
     Raises the first exception of a thread, with its rank as a note. Raises ContractError with the missing ranks of a
-    collective, if they have returned or do not arrive within ``timeout_s``.
+    collective, if they have returned, or have not arrived after ``timeout_s`` and hang. One that computes is waited
+    for: see ``Lateness``.
     """
     if not 1 <= size <= MAX_RANKS:
         raise ValueError(f"a world of threads has 1 to {MAX_RANKS} ranks, not {size}")
@@ -62,6 +65,7 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     answers: list[Any] = [None] * size
 
     def run(rank: int) -> None:
+        meeting.begin(rank)
         meeting.take_turn(rank)
         try:
             with _MeetingMode(meeting):
@@ -112,7 +116,13 @@ class _Meeting:
         """The calls that wait, by group and rank of the world."""
         self._left: set[int] = set()
         """The ranks that have returned."""
+        self._clocks: dict[int, int] = {}
+        """The processor clock of each rank's thread."""
         self._failure: BaseException | None = None
+
+    def begin(self, rank: int) -> None:
+        """Note the thread that calls this as that of a rank."""
+        self._clocks[rank] = time.pthread_getcpuclockid(threading.get_ident())
 
     def take_turn(self, rank: int) -> None:
         """Wait until no other rank runs, or one has run for long: it may wait for this rank elsewhere."""
@@ -134,15 +144,26 @@ class _Meeting:
                 return
         self.pass_turn(rank)
         with self._changed:
-            in_time = self._changed.wait_for(
-                lambda: self._num_held[ranks] > num_before or self._failure is not None, self.timeout_s
-            )
-            if not in_time:
-                self._fail_missing(f"not in {self.timeout_s:g} s")
+            self._wait_for(lambda: self._num_held[ranks] > num_before or self._failure is not None)
             was_held = self._num_held[ranks] > num_before
         self.take_turn(rank)
         if not was_held:
             raise _EndedError
+
+    def _wait_for(self, comes: Callable[[], bool]) -> None:
+        """Wait for something that other ranks do; fail if it does not come in time and no rank computes."""
+        lateness = Lateness(self.timeout_s, lambda rank: time.clock_gettime(self._clocks[rank]))
+        wait_s = self.timeout_s
+        while not self._changed.wait_for(comes, wait_s):
+            all_began = len(self._clocks) == self.size
+            computing = self._clocks.keys() - self._left - self._waiting()
+            if all_began and not lateness.any_computes(computing):
+                self._fail_missing(f"not in {self.timeout_s:g} s")
+            wait_s = LOOK_S
+
+    def _waiting(self) -> set[int]:
+        """The ranks that wait in a collective."""
+        return {rank for calls in self._calls.values() for rank in calls}
 
     def _arrive(self, ranks: tuple[int, ...], rank: int, call: Collective) -> None:
         """Add a rank's call, and hold the meeting if it is the last one."""
@@ -167,8 +188,7 @@ class _Meeting:
 
     def _fail_if_stuck(self) -> None:
         """Fail once every rank either waits or has returned."""
-        waiting = {rank for calls in self._calls.values() for rank in calls}
-        if len(self._left | waiting) == self.size:
+        if len(self._left | self._waiting()) == self.size:
             self._fail_missing("already returned" if self._left else "the others wait in another group")
 
     def _fail_missing(self, why: str) -> None:

@@ -33,6 +33,7 @@ from moefw.training.faults.loss_spike import LOSS_SPIKES, LossSpikes
 from moefw.training.faults.requests import StopRequests
 from moefw.training.feed import feed_of
 from moefw.training.folder import kept_spec
+from moefw.training.forecast import Forecast
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.learning_rate import learning_rate
@@ -102,6 +103,7 @@ class Trainer:
         self.resumed: Path | None = None
         self.start = self._resume(resume)
         self.done = self.start
+        self.forecast = Forecast(spec, start=self.start)
         self.routes = Routes.opened(session, self.start)
 
     def run(self) -> None:
@@ -226,7 +228,10 @@ class Trainer:
             self._tell("loss_spike", step, spike)
         if result.note:
             self._tell("rerun_step" if RERUN_STEPS in result.counts else "skipped_step", step, result.note)
-        record["tokens_per_s"] = result.tokens / (time.perf_counter() - began)
+        step_s = time.perf_counter() - began
+        record["tokens_per_s"] = result.tokens / step_s
+        if forecast := self.forecast.after(step_s):
+            say(self.console, forecast)
         if self._due(step, self.spec.eval_every):
             record |= self._evaluate(step)
         record["seconds"] = {section: round(seconds, 6) for section, seconds in self.clock.step_done().items()}

@@ -27,6 +27,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (attentions.EntersNoRegion, "promised_regions", "offers the regions core_attn. Is context.region(...) used"),
     (attentions.AddsTheBiasOnEveryRank, "heads_split", "the output changes with heads split over 2 ranks"),
     (attentions.CountsPlacesItself, "sequences_shared", "the output changes with sequences shared by 2 ranks of cp"),
+    (attentions.CountsPlacesAroundAnotherCore, "sequences_shared", "shared by 2 ranks of cp (ulysses)"),
     (attentions.SaysNotWhoSharesABatch, "sequences_shared", "Make it by Mask.of(batch)"),
     (attentions.OneRecipe, "products_keep", "the module's recipe serves several GEMMs"),
     (attentions.LosesKeys, "products_keep", "has 0 of"),

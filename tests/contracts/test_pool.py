@@ -33,6 +33,13 @@ def wait_on_last() -> None:
         time.sleep(60)
 
 
+def compute_on_last() -> int:
+    began = time.process_time()
+    while dist.get_rank() == dist.get_world_size() - 1 and time.process_time() < began + 1.5:
+        sum(range(10_000))
+    return dist.get_rank()
+
+
 def unconnected_once(pool: RankPool, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the pool find, the first ``times`` times, that its ranks have not connected."""
     collect, seen = pool._collect, []
@@ -59,6 +66,13 @@ def test_each_rank_answers_or_is_named_with_what_became_of_it() -> None:
     with pytest.raises(ContractError, match="rank 1: no answer in time"):
         pool.run(wait_on_last, 2, timeout_s=2.0)
     assert [answer[:2] for answer in pool.run(where, 2)] == [(0, 2), (1, 2)]
+    pool.close()
+
+
+def test_a_rank_that_is_late_because_it_computes_is_waited_for() -> None:
+    pool = RankPool(2)
+    assert pool.run(where, 2)
+    assert pool.run(compute_on_last, 2, timeout_s=1.4) == [0, 1]
     pool.close()
 
 

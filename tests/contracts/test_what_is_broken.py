@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import ast
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import pytest
 import test_attention_suite
@@ -21,6 +23,7 @@ import test_schedule_suite
 import broken_movements  # noqa: F401 - declares dispatchers, too
 import unordered_dispatchers  # noqa: F401 - and these
 from broken_dispatchers import BROKEN as BROKEN_DISPATCHERS
+from moefw import testing
 from moefw.testing import (
     AttentionSuite,
     ContextParallelSuite,
@@ -71,3 +74,23 @@ def test_every_check_of_a_suite_catches_a_broken_plugin(suite: type[Suite], caug
     checks = {name for name in dir(suite) if name.startswith("test_")} - OTHER_CASES_OF_AN_ASSERTION
     assert checks
     assert not [name for name in checks if not any(name.startswith(f"test_{check}") for check in caught)]
+
+
+def test_no_check_of_a_suite_returns_silently() -> None:
+    suites = Path(testing.__file__).parent / "suites"
+    checks = [
+        node
+        for module in suites.glob("*.py")
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(checks) > 100
+    assert not [check.name for check in checks if any(isinstance(node, ast.Return) for node in own_statements(check))]
+
+
+def own_statements(function: ast.AST) -> Iterator[ast.AST]:
+    """Return the nodes of a function without those of functions inside it, which check one drawn example."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, ast.FunctionDef):
+            yield node
+            yield from own_statements(node)

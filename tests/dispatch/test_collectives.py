@@ -193,6 +193,23 @@ def test_a_thread_that_does_not_come_in_time_is_named() -> None:
         thread_world(2, stay_away, threading.Event(), timeout_s=0.3)
 
 
+def compute_on_last(group, rank: int) -> None:
+    began = time.thread_time()
+    while rank == 1 and time.thread_time() < began + 0.5:
+        torch.randn(100, 100).sort()
+    dist.barrier(group=group)
+
+
+def test_a_thread_that_is_late_because_it_computes_is_waited_for() -> None:
+    thread_world(2, compute_on_last, timeout_s=0.45)
+
+
+def test_a_thread_that_computes_for_ever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "LOOK_S", 0.05)
+    with pytest.raises(ContractError, match=r"rank 1 did not come to the barrier \(not in 0.1 s\)"):
+        thread_world(2, compute_on_last, timeout_s=0.1)
+
+
 def alone(group, rank: int, running: list[int]) -> int:
     """Return the most ranks that are seen to run at once."""
     most = 0

@@ -1,14 +1,16 @@
-"""The examples that use moefw as a library run on one and two ranks, and their pages show them as they are."""
+"""Both quickstarts are one; examples that use moefw as a library run on one and two ranks, as their pages show them."""
 
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ruamel.yaml import YAML
 
 from moefw.testing.pool import RankPool
 
@@ -39,3 +41,30 @@ def test_an_example_learns(pool: RankPool, example: str, world: int) -> None:
     before = pool.run(trained, world, example, 1)
     after = pool.run(trained, world, example, 60)
     assert all(late < 0.7 * early for early, late in zip(before, after, strict=True))
+
+
+def test_both_quickstarts_train_one_model_on_one_text() -> None:
+    in_bf16, in_fp32 = (
+        YAML(typ="safe").load(ROOT / "examples" / name) for name in ("quickstart.yaml", "quickstart-fp32.yaml")
+    )
+    differ = {section for section in in_bf16 | in_fp32 if in_bf16[section] != in_fp32[section]}
+    assert differ == {"precision", "train"}
+
+
+def make_train(venv: Path, *variables: str) -> str:
+    """Commands of ``make train`` in a checkout without an environment."""
+    command = ["make", "--dry-run", "train", f"VENV={venv}", *variables]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("has_bf16", "spec"), [("yes", "examples/quickstart.yaml"), ("", "examples/quickstart-fp32.yaml")]
+)
+def test_make_train_takes_the_quickstart_for_the_machine(tmp_path: Path, has_bf16: str, spec: str) -> None:
+    assert f"moefw train {spec} " in make_train(tmp_path, f"HAS_BF16={has_bf16}")
+
+
+def test_make_train_installs_only_what_training_needs(tmp_path: Path) -> None:
+    commands = make_train(tmp_path)
+    assert "--editable '.'" in commands
+    assert "[dev]" not in commands

@@ -27,6 +27,34 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
+def in_order(*said: str) -> bool:
+    """Whether the README says each for the first time behind the one before."""
+    places = [README.index(text) for text in said]
+    return places == sorted(places)
+
+
+def rows(text: str) -> int:
+    """Number of rows of a text on a terminal of 80 columns."""
+    return sum(max(1, -(-len(line) // 80)) for line in text.splitlines())
+
+
+def test_the_first_screen_says_what_it_is_for_whom_how_it_differs_and_what_ran_where() -> None:
+    assert in_order(
+        "Mixture-of-Experts training for PyTorch",
+        "It is for people who",
+        "What is different",
+        "docs/images/",
+        "| where | what ran there |",
+        "## Installation",
+    )
+    assert rows(README[: README.index("## Installation")]) <= 50
+
+
+def test_the_second_screen_installs_it_and_shows_a_layer_and_two_commands() -> None:
+    assert in_order("## Installation", "pip install .", "```py\n", "make train ", "make test ")
+    assert rows(README[README.index("## Installation") : README.index("make test ")]) <= 50
+
+
 def test_the_first_spec_is_sound(tmp_path: Path) -> None:
     (text,) = blocks("yaml")
     path = tmp_path / "first.yaml"
@@ -38,6 +66,7 @@ def test_the_first_spec_is_sound(tmp_path: Path) -> None:
 
 def test_the_layer_in_a_loop_of_ones_own_trains() -> None:
     (code,) = blocks("py")
+    assert len([line for line in code.splitlines() if line]) == 10, "the heading says ten lines"
     names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec", dont_inherit=True), names)
     assert names["output"].losses > 0

@@ -29,6 +29,8 @@ HEADS, WIDTH = 4, 4
 class PlainAttention(nn.Module, Attention):
     """Multi-head attention with rotary positions, right in every way."""
 
+    cores: ClassVar[tuple[str, ...]] = ("sdpa",)
+
     def __init__(self, context: moefw.BuildContext) -> None:
         super().__init__()
         self.tp, dim = TensorParallel(context.layout), context.site.dims.model_dim
@@ -82,7 +84,7 @@ class PlainPlugin(moefw.AttentionPlugin):
     def offers(self, site: Site) -> moefw.Offers:
         regions = tuple((region, way) for region in self.regions for way in ("keep", "recompute", "offload"))
         offered = {"by_pass": True, "named_products": True, "row_keys": True}
-        return moefw.offers(region=regions, core=("sdpa",), heads=(HEADS,), **offered)
+        return moefw.offers(region=regions, core=self.made.cores, heads=(HEADS,), **offered)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         return [moefw.need("axis_divides", ("tp", HEADS), reason="each rank has an equal share of the heads")]
@@ -112,6 +114,12 @@ class CountsPositionsItself(PlainAttention):
 class CountsPlacesItself(PlainAttention):
     def tables(self, batch: Batch) -> Table:
         return super().tables(replace(batch, places_S=None))
+
+
+class CountsPlacesAroundAnotherCore(CountsPlacesItself):
+    """Offers a core that the default context parallelism does not take."""
+
+    cores: ClassVar[tuple[str, ...]] = ("flex",)
 
 
 class SaysNotWhoSharesABatch(PlainAttention):

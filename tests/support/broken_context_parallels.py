@@ -75,6 +75,22 @@ class Remembers(Gathering):
         return out
 
 
+class RemembersTheMask(Gathering):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, attend: Any, **options: Any) -> Tensor:
+        self.mask = mask
+        return super().__call__(q, k, v, mask, attend=self.attend_by(attend), **options)
+
+    def attend_by(self, attend: Any) -> Any:
+        """Attends with the mask of the latest call, in backward too."""
+        return lambda q, k, v, mask, **options: attend(q, k, v, self.mask, **options)
+
+
+class CutsAmongEvenNumbersAlone(Gathering):
+    def own(self, whole: Tensor, lengths: Any) -> Tensor:
+        own = super().own(whole, lengths)
+        return own.flip(2) if self.cut.size % 2 else own
+
+
 class SavesAllKeys(Gathering):
     def again(self, run: Any, *tensors: Any) -> Tensor:
         out: Tensor = run(*tensors)

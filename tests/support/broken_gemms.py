@@ -15,6 +15,7 @@ from declared import declarations
 from moefw.core.plugin import GemmPlugin
 from moefw.core.records import Canonical
 from moefw.core.stages import ExpertBatch
+from moefw.runtime.compute.product import linear
 from moefw.runtime.forward_context import forward_context
 
 
@@ -243,6 +244,31 @@ class NamesOneProduct(NamesNoProduct):
     def __init__(self, context: moefw.BuildContext) -> None:
         super().__init__(context)
         self.recipe = self.recipe.at("experts", groups=1)
+
+
+class NamesTwoWeightsAsOne(PlainExperts):
+    promised = {"named_products": True}
+
+    def __init__(self, context: moefw.BuildContext) -> None:
+        super().__init__(context)
+        experts = len(self.numbers)
+        self.gate_and_up = self.recipe.at("gate_up", groups=experts)
+        self.out_of = self.recipe.at("down", groups=experts)
+
+    def one(self, expert: int, x_RD: Tensor, weights_R: Tensor) -> Tensor:
+        gate_RF = linear(x_RD, self.gate[expert], self.gate_and_up)
+        up_RF = linear(x_RD, self.up[expert], self.gate_and_up)
+        return self.inner(gate_RF, up_RF, weights_R, self.down[expert])
+
+    def activate(self, gate_RF: Tensor, up_RF: Tensor, weights_R: Tensor, down_DF: Tensor) -> Tensor:
+        hidden_RF = F.silu(gate_RF) * up_RF * weights_R.unsqueeze(1).to(gate_RF.dtype)
+        return linear(hidden_RF, down_DF, self.out_of)
+
+
+class CutsLongGroupsShort(PlainExperts):
+    def one(self, expert: int, x_RD: Tensor, weights_R: Tensor) -> Tensor:
+        out_RD = super().one(expert, x_RD, weights_R)
+        return torch.cat([out_RD[:128], torch.zeros_like(out_RD[128:])])
 
 
 class ForgetsTheKeys(PlainExperts):

@@ -17,6 +17,7 @@ from declared import NamedAfterItsClass
 from moefw.core.plugin import MemoryPolicyPlugin
 from moefw.core.stages import Routing
 from moefw.runtime.layer import MoELayer
+from moefw.runtime.memory.dropped import StandIn, stand_in, unpack
 
 
 @frozen
@@ -119,9 +120,14 @@ class ForgetsKeywords(_Policy):
 
 class _Rounded(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self) -> None:
-        super().__init__(lambda tensor: tensor.bfloat16() if tensor.dtype == torch.float32 else tensor, self.back)
+        super().__init__(self.there, self.back)
 
-    def back(self, tensor: Tensor) -> Tensor:
+    def there(self, tensor: Tensor) -> Tensor | StandIn:
+        rounded = tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
+        return stand_in(tensor) or rounded.detach()
+
+    def back(self, saved: Tensor | StandIn) -> Tensor:
+        tensor = unpack(saved)
         return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
@@ -151,14 +157,43 @@ class LosesInForward(Half):
         return out + 1e-3 * out.detach() if isinstance(out, Tensor) else out
 
 
-def _half_if_large(tensor: Tensor) -> Tensor:
-    return tensor.bfloat16() if tensor.dtype == torch.float32 and tensor.numel() > 4096 else tensor
+@frozen
+class SavesLargeTensorsInHalf(_Policy):
+    limit: ClassVar[int] = 4096
+
+    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def pack(tensor: Tensor) -> Tensor:
+            return tensor.bfloat16() if tensor.dtype == torch.float32 and tensor.numel() > self.limit else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.float()):
+            return function(*args, **kwargs)
 
 
 @frozen
-class SavesLargeTensorsInHalf(_Policy):
+class SavesVeryLargeTensorsInHalf(SavesLargeTensorsInHalf):
+    limit: ClassVar[int] = 100_000
+
+
+@frozen
+class ForgetsWhereASliceBegins(_Policy):
+    """Stores each tensor once, by its storage, shape and strides."""
+
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(_half_if_large, lambda saved: saved.float()):
+        stored: dict[Any, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Any:
+            key = tensor.untyped_storage().data_ptr(), tensor.shape, tensor.stride()
+            stored.setdefault(key, tensor.detach().clone())
+            return key
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda key: stored[key]):
+            return function(*args, **kwargs)
+
+
+@frozen
+class HoldsWhatIsComputedAgain(_Policy):
+    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved):
             return function(*args, **kwargs)
 
 

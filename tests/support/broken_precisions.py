@@ -12,6 +12,7 @@ import moefw
 from declared import NamedAfterItsClass
 from moefw.core.plugin import PrecisionPlugin
 from moefw.core.records import SavedOperand
+from moefw_kernels.random import uniform
 
 
 @frozen
@@ -178,6 +179,72 @@ class SumsAlongRowsInBothPasses(Int8ByPass):
     def both_ways(self, x: Tensor, role: Any, rows: Any) -> tuple[Any, SavedOperand]:
         used = self.quantize(x, role=role, during="fprop" if role == "input" else "dgrad", rows=rows)
         return used, SavedOperand((used,), lambda saved: saved[0])
+
+
+@frozen
+class LosesInfinities(_Recipe):
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return torch.where(x.isinf(), 0.0, x) if role == "grad" else x
+
+
+@frozen
+class LosesWhatIsNotANumber(_Recipe):
+    """In what it keeps."""
+
+    def keep(self, x: Tensor, used: Tensor, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
+        return SavedOperand((x.nan_to_num(posinf=torch.inf, neginf=-torch.inf),), lambda saved: saved[0])
+
+
+BLOCK = 32
+
+
+@frozen
+class ScalesTheLastBlockByTheOneBefore(Int8ByPass):
+    """Scales of 32 rows; those behind the last full block have the scale of it."""
+
+    def quantize(self, x: Tensor, *, role: Any, during: Any, rows: Any = None) -> Tensor:
+        full = x.shape[-2] // BLOCK * BLOCK
+        if during != "wgrad" or full in (0, x.shape[-2]):
+            return super().quantize(x, role=role, during=during, rows=rows)
+        scale = x.detach()[..., full - BLOCK : full, :].abs().amax(-2, keepdim=True) / 127
+        tail = (x[..., full:, :] / scale).round().clamp(-127, 127) * scale
+        head = super().quantize(x[..., :full, :], role=role, during=during, rows=rows)
+        return torch.cat([head, tail], -2)
+
+
+@frozen
+class Int8Drawn(Int8):
+    """Correct: gradients are rounded at random, by the key of a row and the column."""
+
+    draws: ClassVar[bool] = True
+
+    def quantize(self, x: Tensor, *, role: Any, during: Any, rows: Any = None) -> Tensor:
+        if role != "grad" or rows is None or rows.keys_R is None:
+            return super().quantize(x, role=role, during=during, rows=rows)
+        scale = x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+        return (x / scale + self.drawn(x, rows.keys_R)).floor() * scale
+
+    def drawn(self, x: Tensor, keys_R: Tensor) -> Tensor:
+        """Draws in [0, 1) for each value."""
+        return uniform(keys_R, x.shape[-1])
+
+
+@frozen
+class DrawsTooLittle(Int8Drawn):
+    def drawn(self, x: Tensor, keys_R: Tensor) -> Tensor:
+        return 0.9 * super().drawn(x, keys_R)
+
+
+@frozen
+class DrawsByPlace(Int8Drawn):
+    def drawn(self, x: Tensor, keys_R: Tensor) -> Tensor:
+        return super().drawn(x, torch.arange(len(x)))
+
+
+@frozen
+class DrawsOncePerRow(Int8Drawn):
+    def drawn(self, x: Tensor, keys_R: Tensor) -> Tensor:
+        return super().drawn(x, keys_R)[:, :1]
 
 
 @frozen

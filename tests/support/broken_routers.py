@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 
 import moefw
@@ -189,6 +189,24 @@ class ForgetsReplay(PlainRouter):
             ids_BS=batch.ids_BS, labels_BS=batch.labels_BS, mask_BS=batch.mask_BS, loss_scale=batch.loss_scale
         )
         return super().forward(x_TD, batch)
+
+
+class ReplaysTheFirstLayer(PlainRouter):
+    def __init__(self, site: moefw.Site) -> None:
+        super().__init__(evolve(site, layer=0))
+
+
+class TiesByChance(PlainRouter):
+    def choose(self, logits_TE: Tensor) -> Tensor:
+        """Adds noise that decides between equal scores alone."""
+        return super().choose(logits_TE + 1e-9 * torch.rand_like(logits_TE))
+
+
+class ScalesItsMetric(PlainRouter):
+    def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
+        routing = super().forward(x_TD, batch)
+        scale = 1.0 if batch.loss_scale is None else batch.loss_scale
+        return replace(routing, aux_losses={name: loss * scale for name, loss in routing.aux_losses.items()})
 
 
 class HidesState(PlainRouter):

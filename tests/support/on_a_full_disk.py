@@ -29,8 +29,16 @@ def train(spec: str, disk: Path, free_pages: int, overrides: list[str]) -> dict[
         code = ended.code
     left = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()) if run.exists() else []
     lines = (run / "metrics.jsonl").read_text() if (run / "metrics.jsonl").is_file() else ""
+    events = (run / "events.jsonl").read_text() if (run / "events.jsonl").is_file() else ""
     subprocess.run(["umount", str(disk)], check=True)
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue(), "files": left, "metrics": lines}
+    return {
+        "code": code,
+        "out": out.getvalue(),
+        "err": err.getvalue(),
+        "files": left,
+        "metrics": lines,
+        "events": events,
+    }
 
 
 if __name__ == "__main__":

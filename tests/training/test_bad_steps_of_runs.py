@@ -14,6 +14,7 @@ from moefw.core.errors import RunError
 from moefw.training import feed, trainer
 from moefw.training.engine import Engine
 from moefw.training.faults.loss_spike import WARM_UP, LossSpikes
+from moefw.training.records.events import EVENTS, read_events
 from moefw.training.records.metrics import read_metrics
 from moefw.training.resume import Which
 from moefw.training.world import Place
@@ -48,6 +49,11 @@ def train(spec: Path, *overrides: str, resume: Which | None = None) -> list[dict
     return list(read_metrics(spec.parent / "run" / "metrics.jsonl"))
 
 
+def recorded(spec: Path, event: str) -> list[int]:
+    """Steps of the events of a kind."""
+    return [one["step"] for one in read_events(spec.parent / "run" / EVENTS) if one["event"] == event]
+
+
 @pytest.mark.fault("a bad batch is skipped, and the run resumed", "it is counted in the metrics and not met again")
 @pytest.mark.usefixtures("bad_step")
 def test_a_skipped_batch_is_counted_and_not_met_again(
@@ -66,6 +72,7 @@ def test_a_skipped_batch_is_counted_and_not_met_again(
     assert met == list(range(5 * 4))
     assert [record["loss"] is None for record in records] == [False, False, True, False, False]
     assert [record.get("skipped_steps") for record in records] == [None, None, 1, None, None]
+    assert recorded(spec, "skipped_step") == [3]
     assert "step 3, rank 0: the output of embed, in forward of micro-batch 1 of 2, holds " in capsys.readouterr().out
 
 
@@ -96,6 +103,7 @@ def test_a_loss_above_the_mean_of_recent_ones_is_told_and_flagged(
     spikes = [n for n in range(WARM_UP, 26) if losses[n] > 1.0001 * sum(losses[:n]) / n]
     assert spikes
     assert [n for n, record in enumerate(records) if record.get("loss_spikes") == 1] == spikes
+    assert recorded(spec, "loss_spike") == [n + 1 for n in spikes]
     told = [line for line in capsys.readouterr().out.splitlines() if "is a spike" in line]
     assert [line.split(":")[0] for line in told] == [f"step {n + 1}" for n in spikes]
 

@@ -76,6 +76,15 @@ def test_a_checkpoint_that_finds_no_room_stops_the_run_or_is_passed_over(told: d
     assert not any("checkpoints/" in name for case in (stopped, passed) for name in case["files"])
 
 
+def test_a_checkpoint_that_is_passed_over_is_recorded(told: dict[str, Any]) -> None:
+    events = [json.loads(line) for line in told["a checkpoint passed over"]["events"].splitlines()]
+    (full,) = (event for event in events if event["event"] == "full_disk")
+    assert (full["step"], full["path"]) == (5, "checkpoints")
+    assert "step-5 could not be saved" in full["reason"]
+    assert (events[-1]["event"], events[-1]["outcome"]) == ("end", "failed")
+    assert "step-20 could not be saved" in events[-1]["reason"]
+
+
 def test_what_was_written_before_is_whole(told: dict[str, Any]) -> None:
     assert "spec.yaml" in told["metrics.jsonl"]["files"]
     assert told["metrics.jsonl"]["metrics"] == ""

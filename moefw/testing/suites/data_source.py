@@ -132,14 +132,14 @@ class DataSourceSuite(Suite):
         with self._folders() as (files, cache):
             case = self._case(files)
             shutil.rmtree(files)
+            raised: Exception | None = None
             try:
                 _prepare(case, cache)
-            except DataError:
-                return
             except Exception as error:
-                what = f"{self.plugin.name}: files that are not there raise {type(error).__name__}: {error}"
-                raise AssertionError(f"{what}, not DataError.") from error
-            raise AssertionError(f"{self.plugin.name}: files that are not there raise nothing.")
+                raised = error
+            says = f"{self.plugin.name}: files that are not there raise"
+            assert raised is not None, f"{says} nothing."
+            assert isinstance(raised, DataError), f"{says} {type(raised).__name__}: {raised}, not DataError."
 
     @contextmanager
     def _prepared(self) -> Iterator[_Prepared]:

@@ -48,8 +48,8 @@ PLAIN: Formula = {}
 
 SUMMED = 1e-5
 """Largest error of a sum over micro-batches in fp32."""
-TILES = (31, 32, 33, 64, 128)
-"""Numbers of rows around and at multiples of a kernel's tile."""
+TILES = (31, 32, 33, 64, 128, 300)
+"""Numbers of rows around and at multiples of a kernel's tile, and of more than two of the largest tiles."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -126,7 +126,7 @@ class GemmSuite(Suite):
         for precision, formula in itertools.product(self._precisions(), self._formulas()):
             bench = self.bench(precision, formula)
             self._check_all(bench, rows(experts))
-            for first in (0, len(TILES) - 1):
+            for first in (0, len(TILES) // 2, len(TILES) - 1):
                 counts = tuple(TILES[(first + expert) % len(TILES)] for expert in range(experts))
                 self._check(bench, GemmCase(counts=counts), f"The groups have {', '.join(map(str, counts))} rows.")
 
@@ -204,7 +204,7 @@ class GemmSuite(Suite):
         """A plugin that offers ``named_products`` names each GEMM to the recipe, which may remember earlier steps."""
         self.promised("named_products", **self.dims)
         self._values_of_operands()
-        for name in sorted(Noting.recipe.shared):
+        for name in Noting.recipe.shared(experts=self.dims["num_experts"]):
             which = f"{name!r} serves several GEMMs" if name else "the module's recipe multiplies"
             fix = "Give each GEMM its own recipe, Precision.at(name, groups=...)."
             raise AssertionError(f"{self.plugin.name} offers named_products, but {which}. {fix}")

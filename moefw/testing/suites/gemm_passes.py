@@ -26,10 +26,7 @@ PRODUCTS: Mapping[Pass, tuple[Role, Role]] = {
 
 
 class NotingRecipe(Precision):
-    """fp32 with separate operands per product. ``asked`` counts their values, ``keyed`` those of rows with keys.
-
-    ``shared`` names each recipe that several GEMMs use: one that ``at`` returned, or the recipe of the module.
-    """
+    """fp32 with separate operands per product. ``asked`` counts their values, ``keyed`` those of rows with keys."""
 
     residual_dtype: ClassVar[Any] = torch.float32
     by_pass: ClassVar[bool] = True
@@ -37,26 +34,54 @@ class NotingRecipe(Precision):
     def __init__(self) -> None:
         self.asked: Asked = Counter()
         self.keyed: Asked = Counter()
-        self.shared: set[str] = set()
-        self._name = ""
+        self.name = ""
         """Of the GEMM, as ``at`` was told it; empty for the recipe of the module."""
-        self._widths = set[int]()
-        """Widths of the inputs: a recipe that sees two serves two GEMMs."""
+        self.own: Asked = Counter()
+        """Values that this recipe quantizes, of all that are ``asked``."""
+        self._input_widths = set[int]()
+        self._grad_widths = set[int]()
+        self._of_gemms: list[NotingRecipe] = []
+        """Recipes that ``at`` returned; all of them have this list."""
+
+    def clear(self) -> None:
+        """Forget what was counted, and the recipes of GEMMs."""
+        for counts in (self.asked, self.keyed, self.own):
+            counts.clear()
+        self._of_gemms.clear()
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Recipe of a GEMM, with the same counts."""
         recipe = copy(self)
-        recipe._name = "" if groups is None else name
-        recipe._widths = set()
+        recipe.name = "" if groups is None else name
+        recipe.own = Counter()
+        recipe._input_widths = set()
+        recipe._grad_widths = set()
+        self._of_gemms.append(recipe)
         return recipe
+
+    def shared(self, experts: int) -> list[str]:
+        """Names of the recipes that several GEMMs of so many experts use."""
+        recipes = [self, *self._of_gemms]
+        return sorted({recipe.name for recipe in recipes if recipe._is_shared(experts)})
+
+    def _is_shared(self, experts: int) -> bool:
+        """Whether this recipe quantizes the operands of several GEMMs."""
+        if not self.own:
+            return False
+        if not self.name or len(self._input_widths) > 1:
+            return True
+        # The weights of one GEMM are experts x outputs x inputs, and its gradients have all of these outputs.
+        outputs = self.own["weight", "fprop"] // (experts * max(self._input_widths, default=1))
+        return outputs > sum(self._grad_widths)
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
         """Tensor."""
         self.asked[role, during] += x.numel()
+        self.own[role, during] += x.numel()
         if (role, during) == ("input", "fprop"):
-            self._widths.add(x.shape[-1])
-        if not self._name or len(self._widths) > 1:
-            self.shared.add(self._name)
+            self._input_widths.add(x.shape[-1])
+        if (role, during) == ("grad", "dgrad"):
+            self._grad_widths.add(x.shape[-1])
         if rows is not None and rows.keys_R is not None and len(rows.keys_R) == len(x):
             self.keyed[role, during] += x.numel()
         return x.float()
@@ -80,9 +105,7 @@ class Noting(PrecisionPlugin):
 
     def build(self, context: moefw.BuildContext) -> Precision:
         """Recipe with its counts cleared."""
-        self.recipe.asked.clear()
-        self.recipe.keyed.clear()
-        self.recipe.shared.clear()
+        self.recipe.clear()
         return self.recipe
 
 

@@ -15,7 +15,15 @@ from moefw.core.facts import ANY
 from moefw.core.plugin import MemoryPolicyPlugin
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
-from moefw.testing.suites.memory_policy_case import LARGE, Observed, observed, probe_region, region_of
+from moefw.testing.suites.memory_policy_case import (
+    LARGE,
+    Observed,
+    around_a_recomputed_region,
+    halves_of_a_storage,
+    observed,
+    probe_region,
+    region_of,
+)
 from moefw.testing.suites.runs import open_context, whole_model
 from moefw.testing.suites.watch import same_bits, worst_error
 
@@ -183,10 +191,26 @@ class MemoryPolicySuite(Suite):
     def test_large_tensors_come_back_bit_for_bit(self) -> None:
         """A policy may store them in another way than small ones."""
         region = self._offered()[0]
-        plain, treated = (region_of(LARGE, policy, region) for policy in (None, self.policy()))
-        wrong = ", ".join(name for name, value in plain.items() if not self._agrees(name, treated[name], value))
-        says = f"is off by more than {self.rtol:g} of its largest value" if self.rtol else "has other bits"
-        assert not wrong, f"{self.plugin.name}: {wrong} {says} if tensors have {LARGE:,} elements."
+        for size in LARGE:
+            plain, treated = (region_of(size, policy, region) for policy in (None, self.policy()))
+            self._same_results(plain, treated, f"if tensors have {size:,} elements")
+
+    def test_slices_of_one_storage_are_told_apart(self) -> None:
+        """Saved tensors may have one storage, shape and strides, and begin in different places."""
+        region = self._offered()[0]
+        plain, treated = (halves_of_a_storage(policy, region) for policy in (None, self.policy()))
+        self._same_results(plain, treated, "if a region saves two parts of one storage")
+
+    def test_what_a_region_inside_computes_again_is_not_held(self) -> None:
+        """Saved-tensor hooks do not stack: those of a policy ask ``stand_in`` for a replacement first."""
+        held, results = around_a_recomputed_region(self.policy(), self._offered()[0])
+        what = f"{self.plugin.name} holds {held:,} bytes of a tensor that a region inside will compute again."
+        assert not held, f"{what} Call moefw.runtime.memory.dropped.stand_in first in the hooks of the policy."
+        x = torch.linspace(0.0, 1.0, 1000, requires_grad=True)
+        out = x.exp().sin()
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        plain = {"the output": out.detach(), "the gradient of x": grad}
+        self._same_results(plain, results, "around a region that is run again")
 
     def test_regions_are_told_apart(self) -> None:
         """A policy that wraps two functions runs the right one."""
@@ -250,6 +274,12 @@ class MemoryPolicySuite(Suite):
             ]
             says = f"gradients that are off by more than {self.rtol:g}" if self.rtol else "other bits in the gradient"
             assert not wrong, f"{where} {says} of {', '.join(sorted(wrong)[:3])}."
+
+    def _same_results(self, plain: Mapping[str, Tensor], treated: Mapping[str, Tensor], when: str) -> None:
+        """Assert that the results of a region are right."""
+        wrong = ", ".join(name for name, value in plain.items() if not self._agrees(name, treated[name], value))
+        says = f"is off by more than {self.rtol:g} of its largest value" if self.rtol else "has other bits"
+        assert not wrong, f"{self.plugin.name}: {wrong} {says} {when}."
 
     def _agrees(self, name: str, got: Tensor, expected: Tensor) -> bool:
         """Whether a tensor of a region is right: a gradient within ``rtol``, any other bit for bit."""

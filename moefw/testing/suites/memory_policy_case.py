@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.stages import Routing
+from moefw.plugins.memory.recompute.policy import RecomputePolicy
 from moefw.runtime.layer import MoELayer
+from moefw.runtime.memory.dropped import drops
 from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import global_batch, open_model
 
-LARGE = 70_001
-"""Elements of a large tensor: more than 2^16, and not a multiple of any block."""
+LARGE = (70_001, 2**21 + 1)
+"""Elements of large tensors: more than 2^16 and 2^21, and no multiples of any block."""
 MICRO_BATCHES = 2
 
 
@@ -131,3 +134,41 @@ def region_of(size: int, policy: MemoryPolicy | None, region: str) -> dict[str, 
     out: Tensor = (function if policy is None else policy.wrap(region, function))(*leaves)
     grads = torch.autograd.grad(out, leaves, probe)
     return {"the output": out.detach(), "the gradient of x": grads[0], "the gradient of its factor": grads[1]}
+
+
+def halves_of_a_storage(policy: MemoryPolicy | None, region: str) -> dict[str, Tensor]:
+    """Output and gradient of a region that saves two parts of one storage, alike in shape and strides."""
+    generator = torch.Generator().manual_seed(0)
+    x, probe = (torch.randn(size, generator=generator) for size in (128, 64))
+
+    def function(x: Tensor) -> Tensor:
+        first, second = (2.0 * x).chunk(2)
+        return first.sin() * second.cos()
+
+    x.requires_grad_()
+    out: Tensor = (function if policy is None else policy.wrap(region, function))(x)
+    (grad,) = torch.autograd.grad(out, x, probe)
+    return {"the output": out.detach(), "the gradient of x": grad}
+
+
+def around_a_recomputed_region(policy: MemoryPolicy, region: str) -> tuple[int, dict[str, Tensor]]:
+    """Bytes that a region holds of the output of a region inside it, which is run again; and results.
+
+    Both are in one call of a layer, in which the output is known as one that can be computed again.
+    """
+    again = RecomputePolicy().wrap("inside", torch.exp)
+    inside: list[tuple[StorageWeakRef, int]] = []
+
+    def function(x: Tensor) -> Tensor:
+        hidden: Tensor = again(x)
+        if not inside:  # the first run
+            inside.append((StorageWeakRef(hidden.untyped_storage()), hidden.untyped_storage().nbytes()))
+        return hidden.sin()
+
+    (layer,) = drops([policy.wrap(region, function)])
+    x = torch.linspace(0.0, 1.0, 1000, requires_grad=True)
+    out: Tensor = layer(x)
+    ((storage, nbytes),) = inside
+    held = 0 if storage.expired() else nbytes
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    return held, {"the output": out.detach(), "the gradient of x": grad}

@@ -55,7 +55,7 @@ class PipelineSuite(Suite):
     """
 
     ranks: ClassVar[Sequence[int]] = (1, 2, 3, 4, 8)
-    micro_batches: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 24)
+    micro_batches: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 24, 64)
 
     def test_every_rank_has_as_many_stages(self) -> None:
         """``rank_of`` gives each rank ``chunks`` stages."""

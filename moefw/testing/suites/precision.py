@@ -25,6 +25,7 @@ from moefw.testing.oracle import Rule, dense_moe
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.outliers import ROWS, error_by_row, with_outlier
+from moefw.testing.suites.precision_draws import RandomRounding
 from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
@@ -76,7 +77,7 @@ OPERANDS = st.builds(
 )
 
 
-class PrecisionSuite(Suite):
+class PrecisionSuite(RandomRounding, Suite):
     """Tests a precision recipe against its contract.
 
     ``rtol`` is the largest error of an operand, and of a layer against the fp64 oracle, as a share of a tensor's
@@ -216,11 +217,63 @@ class PrecisionSuite(Suite):
             factors[role] = x.to(recipe.residual_dtype)
         rows = factors["input"]
         dy = factors["grad"]
-        of_gemm = _of_a_gemm(recipe, drawn)
-        used = of_gemm.quantize(rows, role="input", during="fprop")
-        kept = of_gemm.keep(rows, used, role="input", during="wgrad")
-        wgrad = of_gemm.quantize(dy, role="grad", during="wgrad").mT @ _made_of(kept)
+        wgrad = self._product_over_rows(recipe, dy, rows)
         return error_by_row(wgrad, dy.double().mT @ rows.double(), -2 if outlier == "grad" else -1)
+
+    def _product_over_rows(self, recipe: Any, dy: Tensor, x: Tensor) -> Any:
+        """Weight gradient ``dy^T x``, of the operands of wgrad: that of ``x`` as it is kept for backward."""
+        of_gemm = recipe.at("gemm", groups=1)
+        used = of_gemm.quantize(x, role="input", during="fprop")
+        kept = of_gemm.keep(x, used, role="input", during="wgrad")
+        return of_gemm.quantize(dy, role="grad", during="wgrad").mT @ _made_of(kept)
+
+    def test_a_block_that_is_not_full_has_a_scale_of_its_own(self) -> None:
+        """The rows behind the last full block may be much larger than those of the block before."""
+        recipe = self.recipe()
+        allowed = self._rtol()
+        for rows in (self.block + 7, 3 * self.block + 4):
+            what = f"{self.plugin.name}: of {rows} rows, the last {rows % self.block} of which are 1,000 times larger,"
+            for role, during in itertools.product(get_args(Role), get_args(Pass)):
+                drawn = Operand(rows=rows, blocks=2, experts=0, turned=False, role=role, during=during, seed=rows)
+                if _stands_alone(recipe, drawn):
+                    x = self._larger_at_the_end(drawn, torch.float32)
+                    error = worst_error(self._quantize(recipe, x, drawn), x)
+                    says = f"{what} an operand ({_where(drawn)}) is off by {error:.1e} of its largest value"
+                    assert error <= allowed, f"{says}; {allowed:.0e} is stated."
+            if recipe.by_pass:
+                grads = Operand(rows=rows, blocks=2, experts=0, turned=False, role="grad", during="wgrad", seed=1)
+                inputs = evolve(grads, role="input", seed=2)
+                dy = self._larger_at_the_end(grads, recipe.residual_dtype)
+                x = self._larger_at_the_end(inputs, recipe.residual_dtype)
+                error = worst_error(self._product_over_rows(recipe, dy, x), dy.double().mT @ x.double())
+                says = f"{what} the weight gradient is off by {error:.1e} of its largest value"
+                assert error <= 2 * allowed, f"{says}; {2 * allowed:.0e} is twice what is stated."
+
+    def _larger_at_the_end(self, drawn: Operand, dtype: torch.dtype) -> Tensor:
+        """Drawn tensor without gradient, with large values in the rows behind the last full block."""
+        x = drawn.tensor(self.block, dtype).detach()
+        x[: -(drawn.rows % self.block)] /= 1000  # no value grows: a scale may come from earlier steps
+        return x
+
+    def test_values_that_are_not_finite_stay_so(self) -> None:
+        """An infinity or a NaN in any role: a step that goes wrong must be seen, and not be trained on."""
+        recipe = self.recipe()
+        row, column = 5, 7
+        for role, during in itertools.product(get_args(Role), get_args(Pass)):
+            drawn = Operand(rows=self.block, blocks=2, experts=0, turned=False, role=role, during=during, seed=0)
+            for value in (torch.inf, -torch.inf, torch.nan):
+                x = drawn.tensor(self.block, recipe.residual_dtype).detach()
+                x[row, column] = value
+                operands = {"becomes": self._quantize(recipe, x, drawn)}
+                if (role, during) in KEPT:
+                    used = self._quantize(recipe, x, evolve(drawn, during="fprop"))
+                    kept = _of_a_gemm(recipe, drawn).keep(x, used, role=role, during=during)
+                    operands["is kept for backward as"] = _made_of(kept)
+                for verb, operand in operands.items():
+                    # Operands of wgrad may be mixed along their rows, so the whole column is looked at.
+                    says = f"{self.plugin.name}: {value} ({_where(drawn)}) {verb} {operand[row, column].item():g}"
+                    is_seen = not operand[:, column].isfinite().all()
+                    assert is_seen, f"{says}, and everything is finite. Keep it, or give NaN."
 
     def test_gradients_flow_straight_through(self) -> None:
         """The gradient of the sum of an operand is one everywhere, in the dtype of the tensor."""

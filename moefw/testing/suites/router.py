@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -43,11 +44,11 @@ class RouterSuite(Suite):
 
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 8, "top_k": 2, "dim": 16, "expert_dim": 16}
 
-    def router(self, *, seed: int = 0) -> Any:
-        """Router with random parameters, in training mode."""
+    def router(self, *, seed: int = 0, layer: int = 0) -> Any:
+        """Router of a layer with random parameters, in training mode."""
         context, assembly = open_context(self.layer_case(**self.dims))
         with torch.random.fork_rng():
-            router = assembly.parts.routing.build(context)
+            router = assembly.parts.routing.build(evolve(context, site=evolve(context.site, layer=layer)))
         assert isinstance(router, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
         assert isinstance(router, Router), f"{self.plugin.name} builds something that is no moefw.Router."
         initialise(router, seed=seed, std=lambda _: 0.3)
@@ -341,19 +342,49 @@ class RouterSuite(Suite):
             assert same_bits(first, second), f"{name}: gradients differ between two equal routers."
 
     def test_recorded_routes_are_replayed(self) -> None:
-        """``Batch.routes`` from an earlier forward decides, for any current parameters."""
-        router = self.router(seed=0)
-        earlier = self.router(seed=1)
+        """``Batch.routes`` from an earlier forward decides, for any current parameters, each layer by its own."""
+        for layer in (0, 3):
+            router = self.router(seed=0, layer=layer)
+            earlier = self.router(seed=1, layer=layer)
+            self.for_all(partial(self._check_replay, router, earlier, layer), TOKENS)
 
-        def check(tokens: Tokens) -> None:
-            x_TD = tokens.x(self.dims["dim"])
-            recorded_TK = earlier(x_TD, tokens.batch()).expert_ids_TK
-            routing = router(x_TD, tokens.batch(routes={0: recorded_TK}))
-            says = f"{self.plugin.name} does not replay Batch.routes."
-            assert torch.equal(routing.expert_ids_TK, recorded_TK), f"{says} Take the ids that Batch.route() returns."
-            self._complain(misshapen(routing, tokens, self.dims))
+    def _check_replay(self, router: nn.Module, earlier: nn.Module, layer: int, tokens: Tokens) -> None:
+        """Assert that a router of a layer replays the routes of that layer."""
+        x_TD = tokens.x(self.dims["dim"])
+        recorded_TK = earlier(x_TD, tokens.batch()).expert_ids_TK
+        of_others = {other: recorded_TK.roll(1, 0) for other in (0, 2, 4)}
+        routing = router(x_TD, tokens.batch(routes={**of_others, layer: recorded_TK}))
+        says = f"{self.plugin.name} does not replay Batch.routes in layer {layer}."
+        fix = "Take the ids that Batch.route() returns for site.layer."
+        assert torch.equal(routing.expert_ids_TK, recorded_TK), f"{says} {fix}"
+        self._complain(misshapen(routing, tokens, self.dims))
 
-        self.for_all(check, TOKENS)
+    def test_equal_scores_are_told_apart_without_chance(self) -> None:
+        """Tokens and experts that are alike get the same choices whatever PyTorch's generator says."""
+        router = self.learned_router()
+        tokens = Tokens(sequences=2, positions=8, seed=2)
+        x_TD = torch.zeros_like(tokens.x(self.dims["dim"]))  # every expert has the same score, but for a bias
+        routings = []
+        for seed in (1, 2):
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                routings.append(router(x_TD, tokens.batch()))
+                drawn = not same_bits(torch.get_rng_state(), _state_after(seed))
+            what = f"{self.plugin.name} draws from PyTorch's generator, so a run that resumes is another one."
+            assert not drawn, f"{what} Draw by Batch.seeds_B and position."
+        for what, first, second in compared(*routings):
+            says = f"{self.plugin.name}: {what} of tokens with equal scores differs from run to run."
+            assert same_bits(first, second), f"{says} Break ties by the number of the expert."
+
+    def test_metrics_do_not_depend_on_the_loss_scale(self) -> None:
+        """``stats`` and ``aux_losses`` are sums over tokens; only what is attached to the weights is scaled."""
+        router = self.learned_router()
+        tokens = Tokens(sequences=2, positions=8, seed=5)
+        x_TD = tokens.x(self.dims["dim"])
+        first, second = (router(x_TD, tokens.batch(loss_scale=torch.tensor(scale))) for scale in (0.5, 2.0))
+        for what, value, other in compared(first, second):
+            says = f"{self.plugin.name}: {what} changes with Batch.loss_scale."
+            assert same_bits(value, other), f"{says} It scales the gradients of auxiliary losses, and nothing else."
 
     def test_a_model_trains_on_two_ranks_like_on_one(self) -> None:
         """With a partition of tokens or sequences, the layout changes nothing; otherwise, ranks agree."""
@@ -365,10 +396,14 @@ class RouterSuite(Suite):
         assert first.results == second.results, f"{name}: two ranks disagree on the results of a step."
         for state, tensor in first.state.items():
             assert same_bits(tensor, second.state[state]), f"{name}: the state {state!r} differs between two ranks."
-        if self._partition(required=False) not in ("token", "sequence"):
-            return
+        if self._partition(required=False) in ("token", "sequence"):
+            self._trains_alike(alone, first)
+
+    def _trains_alike(self, alone: Trained, first: Trained) -> None:
+        """Assert that the first of two ranks had the results of one rank."""
+        looks_at = f"although routing looks at one {self._partition()}"
+        says = f"{self.plugin.name}: two ranks do not train like one, {looks_at}"
         for on_one, on_two in zip(alone.results, first.results, strict=True):
-            says = f"{name}: two ranks do not train like one, although routing looks at one {self._partition()}"
             same = on_two.loss == pytest.approx(on_one.loss, rel=1e-5)
             assert same, f"{says} (losses {on_one.loss:.7f} and {on_two.loss:.7f})."
             difference = (torch.tensor(on_two.load_LE) - torch.tensor(on_one.load_LE)).abs().max().item()
@@ -442,3 +477,8 @@ class RouterSuite(Suite):
         same_ids = torch.equal(whole.expert_ids_TK, other["expert_ids_TK"])
         same = same_ids and torch.allclose(whole.weights_TK, other["weights_TK"], rtol=1e-4, atol=1e-6)
         assert same, says
+
+
+def _state_after(seed: int) -> Tensor:
+    """State of PyTorch's generator that was seeded, and has drawn nothing."""
+    return torch.Generator().manual_seed(seed).get_state()

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
-from moefw.compose.build import ModelParts, Shared, build_model, open_layout
+from moefw.compose.build import LayerContext, ModelParts, Shared, build_model, open_layout
 from moefw.compose.optimizer import build_optimizer
-from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout
 from moefw.core.plugin import Plugin
 from moefw.core.stages import Batch
@@ -28,7 +27,7 @@ def row_alignment(assembly: Assembly) -> int:
     return int(assembly.layers[0].facts.get("row_alignment") or 1)
 
 
-def open_context(layer_case: LayerCase) -> tuple[BuildContext, Assembly]:
+def open_context(layer_case: LayerCase) -> tuple[LayerContext, Assembly]:
     """Build context of the layer case's layer on this rank, and the assembly."""
     assembly = layer_case.resolve()
     layout = open_layout(assembly, "cpu")

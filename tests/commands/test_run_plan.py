@@ -1,0 +1,73 @@
+"""The plan of memory is made beside a run, which it never delays or fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefw.commands import run_plan, specs
+from moefw.commands.run_plan import planned_beside
+from moefw.compose.assembly import Assembly
+from small_spec import small_spec
+
+
+@pytest.fixture
+def assembly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Assembly:
+    """That of a run which has begun."""
+    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "spec.yaml").touch()
+    return specs.read(str(small_spec(tmp_path)), ())
+
+
+def ledger(assembly: Assembly) -> dict[str, Any]:
+    path = Path(assembly.spec.run.dir) / "ledger.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def test_a_plan_is_there_while_the_run_goes_on(assembly: Assembly) -> None:
+    with planned_beside(assembly):
+        deadline = time.monotonic() + 200
+        while "predicted" not in ledger(assembly) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert ledger(assembly).keys() == {"predicted"}
+    assert ledger(assembly)["predicted"]["peak_bytes"] > 0
+
+
+def test_a_run_that_ends_first_says_so_and_leaves_no_process(assembly: Assembly) -> None:
+    with planned_beside(assembly):
+        pass
+    assert ledger(assembly) == {"no_plan": "the run ended before it was ready. See `moefw plan`."}
+
+
+def test_a_plan_that_fails_says_why(assembly: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = [sys.executable, "-c", "import sys; sys.exit('the moon is full.')"]
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(run_plan, "python", lambda *_: fails)
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **more: started.append(popen(*args, **more)) or started[0])
+    with planned_beside(assembly):
+        started[0].wait()
+    assert ledger(assembly) == {"no_plan": "the moon is full."}
+
+
+def test_a_run_that_does_not_begin_leaves_nothing(assembly: Assembly) -> None:
+    run = Path(assembly.spec.run.dir)
+    (run / "spec.yaml").unlink()
+    with planned_beside(assembly):
+        pass
+    assert list(run.iterdir()) == []
+
+
+def test_the_process_ends_with_its_input() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moefw.commands.run_plan"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.communicate(b"[{}, 1]\n", timeout=200)
+    assert process.returncode == 1
