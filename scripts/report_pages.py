@@ -164,7 +164,8 @@ def killed(folder: Path) -> list[Path]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    while not (run / "checkpoints" / "step-10").exists():
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 14:
         assert process.poll() is None, "the run ended before it was killed"
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)

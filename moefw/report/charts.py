@@ -82,7 +82,8 @@ class Charts:
     """Figures of a page, and what its script needs to show them."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        first = min(run.buckets.first_step for run in runs)
+        starts = [event["step"] for run in runs for event in run.of("start")]
+        first = min([*starts, *(run.buckets.first_step for run in runs)])
         last = max(run.buckets.last_step for run in runs)
         pad = max((last - first) * 0.01, 0.6)
         self._steps = Range1d(start=first - pad, end=last + pad, bounds=(first - pad, last + pad))

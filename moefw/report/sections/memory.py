@@ -39,8 +39,8 @@ def _of_run(run: Run, of_run: str) -> list[Block]:
             blocks.append(Words([f"The peak is not planned: {plan['unknown']}"], quiet=True))
         blocks += _regions(plan, of_run)
     else:
-        why = f": {run.ledger['no_plan']}" if run.ledger.get("no_plan") else "."
-        blocks.append(missing(f"No plan of memory was recorded{of_run}{why}", "`moefw plan` makes it from the spec."))
+        how = run.ledger.get("no_plan", "`moefw plan` makes it from the spec.")
+        blocks.append(missing(f"No plan of memory was recorded{of_run}:", str(how)))
         if measured:
             blocks.append(Words([f"The peak was {size(measured[0])}, measured {measured[1]}{of_run}."]))
     if not measured:
