@@ -1,14 +1,13 @@
 """Time and result of a quickstart, and the loads of its experts with and without balancing.
 
 Runs ``examples/quickstart.yaml``, or the spec that is given, as it is, and for a quarter of its steps with
-``routing.balance=[]``. Writes ``benchmarks/results/NAME.json``, with the spec's name, and the plots of
-``quickstart.yaml`` to ``docs/images``. ``make train`` trains ``quickstart-fp32.yaml`` on a CPU without instructions for
-bf16.
+``routing.balance=[]``. Writes ``benchmarks/results/NAME.json``, with the spec's name. ``make train`` trains
+``quickstart-fp32.yaml`` on a CPU without instructions for bf16. The pictures of the documentation are those of a
+report: ``scripts/report_pages.py --images``.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from moefw.training.records.expert_load import EXPERT_LOAD, last_steps, read_exp
 from moefw.training.records.metrics import read_metrics
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
 WINDOW = 50
 
 
@@ -40,9 +38,6 @@ def main() -> None:
         for name, result in measured.items():
             print(name, result)
         print(record.write(spec.stem, measured))
-        if spec.stem == QUICKSTART.stem:
-            for picture in (Path(folder) / "quickstart" / "plots").glob("*.png"):
-                shutil.copy(picture, IMAGES / f"quickstart-{picture.name}")
 
 
 def train(spec: Path, run: Path, *overrides: str) -> dict[str, Any]:

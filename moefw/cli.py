@@ -29,6 +29,7 @@ COMMANDS = {
     "train": "Train as SPEC says; starts local ranks by itself, or joins torchrun or Slurm.",
     "eval": "Loss of a run's last checkpoint on held-out text.",
     "generate": "Text from a run's last checkpoint.",
+    "report": "One HTML page about a run, or several beside each other.",
     "convert": "A Hugging Face folder as a run, and a run's model as such a folder.",
     "check": "Every problem of SPEC at once, without a GPU or a process group.",
     "plan": "What a rank will hold in memory, by category and by region, from SPEC alone.",

@@ -15,7 +15,7 @@ import pytest
 from moefw.testing.pool import PRELOADED, RankPool, copies_context
 from triton_process import begin
 
-PRELOADED += ["matplotlib.figure", "moefw.testing.suites.dispatcher", "moefw.testing.suites.memory_policy"]
+PRELOADED += ["bokeh.plotting", "moefw.testing.suites.dispatcher", "moefw.testing.suites.memory_policy"]
 """What runs of tests and ranks of suites import too."""
 
 pytest_plugins = ("cpu_seconds", "deep_table", "fake_deep_ep", "fault_table")

@@ -14,6 +14,7 @@ from attrs import asdict
 from moefw.commands import specs
 from moefw.commands.doctor.machine import usable_cores
 from moefw.commands.out_of_memory import memory_note
+from moefw.commands.report import reported
 from moefw.commands.run_plan import planned_beside
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import SpecError
@@ -70,6 +71,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
             _spare_input(assembly)
         if leads:
             stack.enter_context(run_folder(assembly, resume=goes_on, again=which == "auto", tell=click.echo))
+            stack.enter_context(reported(Path(run.dir), requests, failures=place is None))
             end = stack.enter_context(RecordedEnd(Path(run.dir)))
             if ledger:
                 _open_ledger(assembly)

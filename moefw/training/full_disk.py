@@ -12,7 +12,7 @@ from moefw.training.errors import NotWrittenError
 
 @final
 class RunFiles:
-    """Guards writes of files that training does not need: metrics, events, the spec, plots. ``note`` prints a line.
+    """Guards writes of files that training does not need: metrics, events, the spec. ``note`` prints a line.
 
     ``told`` is called with the first failure of each file, before it raises or is noted: its path and the reason.
     """

@@ -1,9 +1,10 @@
-"""Report of a run before the first step and after the last: sizes, times, plots, a sample of text."""
+"""Report of a run before the first step and after the last: sizes, times, a sample of text."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,11 @@ from moefw.training.cpu_speed import against_bf16
 from moefw.training.evaluation import zlib_bits_per_byte
 from moefw.training.full_disk import RunFiles
 from moefw.training.generate import RECOMPUTES, generate, keeps_past
-from moefw.training.plots import plot_expert_load, plot_loss
 from moefw.training.progress import LEGEND
-from moefw.training.records.expert_load import EXPERT_LOAD, last_steps, read_expert_load
 from moefw.training.records.metrics import METRICS, read_metrics
 from moefw.training.session import Session
 from moefw_kernels.devices import is_gpu, runs_ahead
 
-PLOTTED = ("step", "loss", "eval_loss", "eval_bits_per_byte", "lr")
-"""Values of a record that plots show."""
-BALANCE_WINDOW = 50
-"""Steps over which the expert load of the heat map is averaged."""
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 160
 SAMPLE_TEMPERATURE = 0.7
@@ -64,7 +59,7 @@ def introduce(session: Session, start: int, changes: Sequence[str], console: Con
 
 
 def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console) -> None:
-    """Sample text, draw the plots, and print the results and their folder. Collective."""
+    """Sample text, and print the results and their folder. Collective."""
     spec = session.assembly.spec
     if not keeps_past(session.model):
         say(console, RECOMPUTES)
@@ -79,22 +74,19 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
     )
     if not session.leads:
         return
-    stamp("drawing plots", slow=True)
+    stamp("results")
     zlib_bits = zlib_bits_per_byte(session.data.heldout_bytes)
     files = RunFiles("continue", partial(say, console))
     with files.writing(run_dir / "sample.txt"), replaced_file(run_dir / "sample.txt") as scratch:
         scratch.write_text(text, encoding="utf-8")
-    records = _readable(run_dir / METRICS, console)
-    with files.writing(run_dir / "plots"):
-        _draw(run_dir / "plots", records, zlib_bits)
     breakdown = clock.breakdown()
     if breakdown:
         console.print(render(breakdown))
-    bits = records[-1].get("eval_bits_per_byte") if records else None
+    bits = _last_bits(run_dir / METRICS)
     if bits is not None:
         say(console, f"held-out text: {bits:.3f} bits a byte; zlib -9 needs {zlib_bits:.3f}")
     folder = shlex.quote(str(run_dir))
-    say(console, f"\n{text}\n\nmetrics, plots, sample and checkpoints are in {run_dir}; what to do with it:")
+    say(console, f"\n{text}\n\nmetrics, sample and checkpoints are in {run_dir}; what to do with it:")
     say(console, f"  moefw generate {folder} --prompt {shlex.quote(SAMPLE_PROMPT)}")
     say(console, f"  moefw eval {folder}")
 
@@ -105,20 +97,10 @@ def say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _readable(path: Path, console: Console) -> list[dict[str, Any]]:
-    """What plots show of the records of a run. If they cannot be read, print the reason and return none."""
-    try:
-        return [{key: record.get(key) for key in PLOTTED} for record in read_metrics(path)]
-    except DataError as error:
-        say(console, f"there are no plots: {error}")
-        return []
-
-
-def _draw(folder: Path, records: list[dict[str, Any]], zlib_bits: float) -> None:
-    if not records:
-        return
-    plot_loss(records, folder / "loss.png", zlib_bits=zlib_bits)
-    recent = last_steps(read_expert_load(folder.parent / EXPERT_LOAD), BALANCE_WINDOW)
-    if recent is not None:
-        title = f"Expert load over the last {recent.steps} steps"
-        plot_expert_load(recent.load_LE.tolist(), recent.layers, folder / "expert_load.png", title=title)
+def _last_bits(path: Path) -> float | None:
+    """Bits a byte in the last line of the metrics; None if it has none, or if the file cannot be read."""
+    bits: float | None = None
+    with suppress(DataError):
+        for record in read_metrics(path):
+            bits = record.get("eval_bits_per_byte")
+    return bits

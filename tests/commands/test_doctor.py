@@ -42,7 +42,7 @@ class TestDoctor:
             "transformer-engine",
             "deep_ep",
         }
-        assert set(names) >= {"tensorboard", "matplotlib", "tokenizers", "safetensors"}
+        assert set(names) >= {"tensorboard", "bokeh", "tokenizers", "safetensors"}
         assert set(names) >= {"cores and memory", "disk", "working directory"}
 
     def test_training_can_run_where_these_tests_run(self, examined):

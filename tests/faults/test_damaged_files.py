@@ -25,7 +25,7 @@ OVERRIDES = (
 CHECKPOINT = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
 FILES = (
     *("run/spec.yaml", "run/metrics.jsonl", "run/tokenizer.json", "run/ledger.json", "run/sample.txt"),
-    *("run/tensorboard/*", "run/plots/loss.png", "run/plots/expert_load.png"),
+    *("run/tensorboard/*", "run/report.html"),
     *(f"run/checkpoints/step-{step}/{name}" for step in (EVERY, STEPS) for name in CHECKPOINT),
     *(f"cache/*/{name}" for name in ("CACHEDIR.TAG", "hashes.bin", "heldout.bin", "heldout.raw", "meta.json")),
     *("cache/*/tokenizer.json", "cache/*/train.bin", "cache/*/train.starts", "cache/*/heldout.starts"),

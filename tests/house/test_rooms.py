@@ -21,6 +21,7 @@ ROOMS = (
     {"compose"},
     {"planner"},
     {"training"},
+    {"report"},
     {"testing"},
     {"commands"},
     {"cli"},

@@ -86,7 +86,7 @@ def test_a_link_to_itself_is_told(tmp_path: Path) -> None:
 
 LINKS = (
     *("spec.yaml.tmp", ".spec.yaml.tmp", ".metrics.jsonl.tmp", "sample.txt", "ledger.json", "tokenizer.json"),
-    *("tensorboard", "routes", "plots", "stacks", "checkpoints/step-2.tmp", "checkpoints/.step-1.discarded"),
+    *("tensorboard", "routes", ".report.html.tmp", "stacks", "checkpoints/step-2.tmp", "checkpoints/.step-1.discarded"),
 )
 """Names that a run writes to, renames or deletes."""
 

@@ -99,12 +99,17 @@ def split(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return folder / "run"
 
 
-def test_a_run_leaves_metrics_plots_a_sample_and_checkpoints(trained: tuple[Path, str]) -> None:
+def test_a_run_leaves_metrics_a_report_a_sample_and_checkpoints(trained: tuple[Path, str]) -> None:
     run, printed = trained
     assert list(losses(run)) == list(range(1, 9))
     assert losses(run)[8] < losses(run)[1]
-    assert {path.name for path in run.iterdir()} >= {"spec.yaml", "metrics.jsonl", "tensorboard", "plots", "sample.txt"}
-    assert {path.name for path in (run / "plots").iterdir()} == {"loss.png", "expert_load.png"}
+    assert {path.name for path in run.iterdir()} >= {
+        "spec.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "report.html",
+        "sample.txt",
+    }
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-6", "step-8"}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(math.isfinite(record["grad_norm"]) and record["tokens_per_s"] > 0 for record in records)
@@ -115,9 +120,10 @@ def test_a_run_leaves_metrics_plots_a_sample_and_checkpoints(trained: tuple[Path
 
 def test_the_last_lines_are_commands_that_go_on_with_the_run(trained: tuple[Path, str]) -> None:
     run, printed = trained
-    generate, evaluate = (line.strip() for line in printed.rstrip().splitlines()[-2:])
+    generate, evaluate, report = (line.strip() for line in printed.rstrip().splitlines()[-3:])
     assert generate == f"moefw generate {run} --prompt 'def '"
     assert evaluate == f"moefw eval {run}"
+    assert report == f"the report is in {run / 'report.html'}"
 
 
 def test_eval_of_the_run_gives_the_loss_that_training_saw(trained: tuple[Path, str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -147,13 +146,13 @@ def _tensorboard() -> tuple[str, str]:
     return tensorboard.__version__, ""
 
 
-def _matplotlib() -> tuple[str, str]:
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _bokeh() -> tuple[str, str]:
+    import bokeh
+    from bokeh.resources import Resources
 
-    FigureCanvasAgg(Figure(figsize=(1, 1))).print_png(io.BytesIO())  # type: ignore[no-untyped-call]
-    return matplotlib.__version__, ""
+    if not Resources(mode="inline", components=["bokeh"]).js_raw[0]:
+        raise ProbeError("its script, which a report holds, is empty")
+    return bokeh.__version__, ""
 
 
 def _tokenizers() -> tuple[str, str]:
@@ -201,7 +200,7 @@ PROBES: Mapping[str, Probe] = {
     "transformer-engine": Probe(_transformer_engine, "transformer_engine", "transformer-engine", _TE),
     "deep_ep": Probe(_deep_ep, "deep_ep", "sgl-deep-ep", _DEEP_EP),
     "tensorboard": Probe(_tensorboard, "tensorboard", "tensorboard", "pip install tensorboard"),
-    "matplotlib": Probe(_matplotlib, "matplotlib", "matplotlib", "pip install matplotlib"),
+    "bokeh": Probe(_bokeh, "bokeh", "bokeh", "pip install bokeh"),
     "tokenizers": Probe(_tokenizers, "tokenizers", "tokenizers", "pip install tokenizers"),
     "safetensors": Probe(_safetensors, "safetensors", "safetensors", "pip install safetensors"),
 }
@@ -209,6 +208,6 @@ GROUPS = (
     ("torch", "gloo", "grouped_mm", "safetensors", "bf16 on this CPU", "fp8 products", "tensorboard", "triton", "nccl"),
     ("transformer-engine",),
     ("deep_ep",),
-    ("tokenizers", "matplotlib"),
+    ("tokenizers", "bokeh"),
 )
 """Probes that share a child, as importing torch takes seconds. Those for training come first, before a time-out."""

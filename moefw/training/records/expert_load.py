@@ -139,7 +139,7 @@ class ExpertLoadLog:
         most_steps = 2 * self._most_steps
         number = 0
         with replaced_file(self._file.path) as scratch, scratch.open("wb") as file:
-            for window in _merged(read_expert_load(self._file.path), most_steps):
+            for window in merged(read_expert_load(self._file.path), most_steps):
                 file.write(window.line())
                 number += 1
             file.flush()
@@ -163,7 +163,7 @@ class ExpertLoadLog:
         self.close()
 
 
-def _merged(windows: Iterator[Window], most_steps: int) -> Iterator[Window]:
+def merged(windows: Iterator[Window], most_steps: int) -> Iterator[Window]:
     """Yield windows joined with their neighbours, while they span at most ``most_steps``."""
     joined: Window | None = None
     for window in windows:
