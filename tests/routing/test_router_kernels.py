@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moefw.core.stages import Batch, Routing
 from moefw.plugins.routers.topk.options import Balance, Capacity, Groups
+from moefw.runtime.router_entropy import ROUTER_ENTROPY, entropy_of_scores
 from moefw_kernels.routing import limits
 
 LEVELS = ("micro_batch", "sequence", "global_batch", "model")
@@ -65,7 +66,12 @@ def same_with_kernels(score: str) -> None:
             with mock.patch.object(limits, "takes_kernels", return_value=True):
                 mine, my_grad = routed(score, limit, masked)
             assert torch.equal(mine.expert_ids_TK, plain.expert_ids_TK)
-            assert mine.stats.keys() == plain.stats.keys()
+            # A router whose kernel keeps the scores to itself tells what the layer would make of them.
+            assert plain.scores_TE is not None
+            entropy = entropy_of_scores(plain.scores_TE, batch_under(limit, masked).mask_T)
+            told = mine.stats.get(ROUTER_ENTROPY, entropy if mine.scores_TE is not None else None)
+            torch.testing.assert_close(told, entropy, rtol=1e-5, atol=1e-5)
+            assert mine.stats.keys() - {ROUTER_ENTROPY} == plain.stats.keys()
             assert all(torch.equal(mine.stats[name], plain.stats[name]) for name in plain.stats)
             for name, loss in plain.aux_losses.items():
                 torch.testing.assert_close(mine.aux_losses[name], loss, rtol=1e-5, atol=1e-6)

@@ -231,7 +231,7 @@ def learn(overrides: list[str], cache: Path) -> list[float]:
         assembly=assembly, device=torch.device("cpu"), layout=layout, data=data, model=model, shared=shared
     )
     trainer = Trainer(session, resume=None)
-    found = [trainer._step(step)["loss"] for step in range(5)]
+    found = [trainer._step(step)[0]["loss"] for step in range(5)]
     shared.close()
     return found
 
