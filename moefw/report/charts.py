@@ -121,7 +121,7 @@ class Charts:
         plot = self._plot(height, low, high, is_log=is_log)
         self._marks(plot, marks)
         for value, _, role in lines:
-            plot.hspan(y=[value], line_dash=[5, 4], line_width=1.2, tags=[role])
+            plot.hspan(y=[value], line_dash="dashed", line_width=1.2, tags=[role])
         for curve in curves:
             self._curve(plot, curve, smoothed=smoothed)
         self._tell(plot, curves)
@@ -321,7 +321,7 @@ class Charts:
 
     def _marks(self, plot: Any, steps: Sequence[int]) -> None:
         if steps:
-            plot.vspan(x=list(steps), line_dash=[2, 3], line_width=1.2, tags=[MARK])
+            plot.vspan(x=list(steps), line_dash="dotted", line_width=1.2, line_alpha=0.6, tags=[MARK])
 
     def _source(self, run: Run) -> ColumnDataSource:
         """Columns of a run, which all of its pictures share."""
