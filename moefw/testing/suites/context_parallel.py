@@ -94,7 +94,8 @@ class ContextParallelSuite(Suite):
 
     def worlds(self) -> Iterator[tuple[int, LayerCase]]:
         """Yield the numbers of ranks on which the algorithm fits eight heads, with a spec for each."""
-        for world in sorted({2, 3, *(each for each in self.profile.worlds if each > 2)}):
+        worlds = {2, 3, *self.profile.worlds} - {1}
+        for world in sorted(each for each in worlds if each <= self.pool.size):
             attention = {"use": "gqa", "num_heads": 8, "num_kv_heads": 4, "head_dim": 4}
             length = ContextCase().length
             train = {"tokens_per_step": length, "micro_batch": 1, "seq_len": length}
