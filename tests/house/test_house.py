@@ -134,7 +134,7 @@ def test_every_suite_is_a_typed_name() -> None:
     assert {kind.suite for kind in CERTIFIED.values()} <= {*moefw.testing.__all__}
 
 
-@pytest.mark.parametrize("module", ["metrics", "clock", "progress", "plots"])
+@pytest.mark.parametrize("module", ["records.metrics", "clock", "progress", "plots"])
 def test_what_a_person_sees_of_a_run_is_imported_without_torch(module: str) -> None:
     code = f"import sys, moefw.training.{module}; print({{'torch', 'matplotlib', 'tensorboard'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
