@@ -32,6 +32,8 @@ from moefw.training.folder import cache_dir, kept_spec
 LOWEST: Final = 19
 """The niceness of the process: it runs when a core has nothing else to do."""
 LOOK_S: Final = 0.1
+PLANNED: Final = "planned"
+"""The line that the process prints when the plan is written."""
 
 
 @contextmanager
@@ -43,7 +45,7 @@ def planned_beside(assembly: Assembly) -> Iterator[None]:
     told = json.dumps([kept_spec(assembly), assembly.layout.world]).encode() + b"\n"
     try:
         process = subprocess.Popen(
-            python("-m", __name__), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            python("-m", __name__), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
     except OSError as error:
         yield
@@ -56,20 +58,20 @@ def planned_beside(assembly: Assembly) -> Iterator[None]:
     try:
         yield
     finally:
-        ready = process.poll() is not None
+        failed = bool(process.poll())
         process.kill()
-        _, errors = process.communicate()
-        if not ready:
-            _unplanned(assembly, "the run ended before it was ready. See `moefw plan`.")
-        elif process.returncode:
+        said, errors = process.communicate()
+        if failed:
             _unplanned(assembly, (errors.decode(errors="replace").splitlines() or ["no reason is known."])[-1])
+        elif PLANNED.encode() not in said.splitlines():
+            _unplanned(assembly, "the run ended before it was ready. See `moefw plan`.")
 
 
 def _unplanned(assembly: Assembly, reason: str) -> None:
-    """Write why there is no plan into the ledger of a run that has begun."""
+    """Write why there is no plan into the ledger of a run that has begun, in the place of an earlier one."""
     if (Path(assembly.spec.run.dir) / "spec.yaml").is_file():
         with suppress(MoefwError, OSError):
-            ledger_file.write(assembly, no_plan=reason)
+            ledger_file.write(assembly, predicted=None, no_plan=reason)
 
 
 def main() -> None:
@@ -84,6 +86,7 @@ def main() -> None:
         while not (Path(assembly.spec.run.dir) / "spec.yaml").is_file():
             time.sleep(LOOK_S)  # a run that does not begin leaves nothing in its folder
         ledger_file.write(assembly, predicted=predicted, no_plan=None)
+        print(PLANNED, flush=True)
     except MoefwError as error:
         sys.exit(str(error))
 

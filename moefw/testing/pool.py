@@ -24,8 +24,9 @@ from moefw.core.errors import ContractError
 from moefw.testing.frozen_stages import freeze_stages
 from moefw.testing.lateness import LOOK_S, Lateness, main_thread_s
 
-COLLECTIVE_TIMEOUT_S = 600.0
-"""Seconds after which gloo gives up: late, as the pool itself tells ranks that hang from those that are slow."""
+COLLECTIVE_TIMEOUT_S = 120.0
+"""Seconds after which gloo gives up: later than a job's usual limit, as the pool tells ranks that hang from slow ones,
+and soon enough that ranks whose pool was killed do not stay."""
 CONNECTS = 3
 """Number of attempts to connect: on a busy machine, gloo's ranks sometimes fail to ("closed by peer")."""
 GRACE_S = 3.0

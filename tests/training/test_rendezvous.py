@@ -91,11 +91,11 @@ def train_save_and_resume(spec: str, run_dir: str, cache: Path) -> list[float]:
         initialise(model, seed=0, std=model.init_std)
         session = Session(assembly=assembly, device=device, layout=layout, data=data, model=model, shared=shared)
         first = Trainer(session, resume=None)
-        losses = [first._step(step)["loss"] for step in range(2)]
+        losses = [first._step(step)[0]["loss"] for step in range(2)]
         first._save(1)
         again = Trainer(session, resume="last")
         assert again.start == 2
-        losses.append(again._step(2)["loss"])
+        losses.append(again._step(2)[0]["loss"])
         shared.close()
     return losses
 
