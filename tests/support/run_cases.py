@@ -56,8 +56,8 @@ def wait_until(true: Callable[[], object], process: subprocess.Popen[str] | Copy
 
 
 def ranks_of(parent: int) -> list[int]:
-    """Return the processes of the ranks that ``parent`` has started, in order."""
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    """Return the processes of the ranks that ``parent`` has started, in order: behind the one that plans its memory."""
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()][1:]
 
 
 def end(process: subprocess.Popen[str] | Copy) -> tuple[int, list[str], float]:
