@@ -29,8 +29,8 @@ from moefw.system.python import python
 from moefw.training import ledger_file
 from moefw.training.folder import cache_dir, kept_spec
 
-LOWEST: Final = 19
-"""The niceness of the process: it runs when a core has nothing else to do."""
+NICENESS: Final = 10
+"""Of the process: it gets a tenth of a core that a rank uses, too, and all of one that has nothing else to do."""
 LOOK_S: Final = 0.1
 PLANNED: Final = "planned"
 """The line that the process prints when the plan is written."""
@@ -76,7 +76,7 @@ def _unplanned(assembly: Assembly, reason: str) -> None:
 
 def main() -> None:
     """Plan the spec that is read from standard input."""
-    os.nice(LOWEST)
+    os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process
     tree, world = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
@@ -92,7 +92,9 @@ def main() -> None:
 
 
 def _end_with_input() -> None:
-    sys.stdin.buffer.read()
+    # Not ``sys.stdin.buffer``: Python waits for the lock that its reader holds when the main thread has ended.
+    while os.read(sys.stdin.fileno(), 1):
+        pass
     os._exit(1)
 
 

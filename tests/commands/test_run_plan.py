@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,23 @@ def ledger(assembly: Assembly) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def test_a_plan_is_there_while_the_run_goes_on(assembly: Assembly) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Return the processes that are started from now on."""
+    processes: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **more: Any) -> subprocess.Popen[bytes]:
+        processes.append(popen(*args, **more))
+        return processes[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return processes
+
+
+def test_a_plan_is_there_while_the_run_goes_on(assembly: Assembly, started: list[subprocess.Popen[bytes]]) -> None:
     with planned_beside(assembly):
-        deadline = time.monotonic() + 200
-        while "predicted" not in ledger(assembly) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        assert started[0].wait(timeout=200) == 0
     assert ledger(assembly).keys() == {"predicted"}
     assert ledger(assembly)["predicted"]["peak_bytes"] > 0
 
@@ -46,12 +57,11 @@ def test_a_run_that_ends_first_says_so_and_leaves_no_process(assembly: Assembly)
     assert ledger(assembly) == {"no_plan": "the run ended before it was ready. See `moefw plan`."}
 
 
-def test_a_plan_that_fails_says_why(assembly: Assembly, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_fails_says_why(
+    assembly: Assembly, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fails = [sys.executable, "-c", "import sys; sys.exit('the moon is full.')"]
-    started: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
     monkeypatch.setattr(run_plan, "python", lambda *_: fails)
-    monkeypatch.setattr(subprocess, "Popen", lambda *args, **more: started.append(popen(*args, **more)) or started[0])
     with planned_beside(assembly):
         started[0].wait()
     assert ledger(assembly) == {"no_plan": "the moon is full."}
