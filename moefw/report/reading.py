@@ -172,10 +172,10 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _lists(record: Record) -> dict[str, list[float | None]]:
     """Lists by layer of a line; those that are not lists of numbers are left out."""
-    found: Any = summary_in(record)
-    if not isinstance(found, dict):
+    summary: Any = summary_in(record)
+    if not isinstance(summary, dict):
         return {}
-    return {name: [_number(value) for value in values] for name, values in found.items() if isinstance(values, list)}
+    return {name: [_number(value) for value in values] for name, values in summary.items() if isinstance(values, list)}
 
 
 def _over_layers(lists: Mapping[str, list[float | None]]) -> dict[str, float | None]:

@@ -224,7 +224,6 @@ class Trainer:
         spike = self.spikes.warning(step + 1, result.loss)
         if spike:
             record[LOSS_SPIKES] = 1
-        if spike:
             self._tell("loss_spike", step, spike)
         if result.note:
             self._tell("rerun_step" if RERUN_STEPS in result.counts else "skipped_step", step, result.note)

@@ -176,7 +176,7 @@ def trouble(run: Run) -> str:
     """Resumes, and events that a healthy run has not; empty for a run without events."""
     if not run.events:
         return ""
-    told = [count(len(found), text) for kind, text in TROUBLE.items() if (found := run.of(kind))]
+    told = [count(len(events), text) for kind, text in TROUBLE.items() if (events := run.of(kind))]
     resumes = run.of("resume")
     if resumes:
         lost = sum(event["lost_steps"] for event in resumes if isinstance(event.get("lost_steps"), int))
