@@ -257,9 +257,7 @@ class _Resolution:
         declaration = registered.declaration
         options = dict(choice.options)
         if options.get("preset") is not None:
-            preset = self._preset(declaration, options["preset"], path)
-            self.presets[path] = (str(options["preset"]), preset)
-            options = {**preset, **options}
+            options = {**self._preset(declaration, options["preset"], path), **options}
         options.pop("preset", None)
         with self.asking(path, declaration, "its options"):
             part = structure(declaration, options, path, self.marks, self.problems[SpecError], also=RESERVED)
@@ -289,6 +287,7 @@ class _Resolution:
         with self.asking(path, declaration, "presets()"):
             presets = declaration.presets()
         if isinstance(name, str) and name in presets:
+            self.presets[path] = (name, presets[name])
             return presets[name]
         if name is not UNKNOWN:
             problem = Problem(

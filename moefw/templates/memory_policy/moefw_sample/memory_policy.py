@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any, final
 
 import moefw
+from moefw.runtime.memory.dropped import Packed, stand_in, stay, unpack
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -26,11 +27,14 @@ class SamplePolicy(moefw.MemoryPolicy):
         return treated
 
 
-def _pack(saved: Tensor) -> Tensor:
-    """Object to hold until backward. Parameters that an operation saves also arrive here."""
-    return saved
+def _pack(saved: Tensor) -> Tensor | Packed:
+    """Object to hold until backward. Parameters that an operation saves also arrive here.
+
+    ``stand_in`` comes first: it replaces a tensor that a region inside this one computes again.
+    """
+    return stand_in(saved) or stay(saved)
 
 
-def _unpack(held: Tensor) -> Tensor:
+def _unpack(held: Tensor | Packed) -> Tensor:
     """Tensor that was saved, bit for bit."""
-    return held
+    return unpack(held)
