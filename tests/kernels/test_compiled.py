@@ -138,7 +138,8 @@ def others() -> dict[str, Case]:
         saved = logits if choice.pre_softmax else None, weights
         backward = partial(call, "routing", "route_backward", ids, weights, *saved, choice, experts)
         forward = partial(call, "routing", "route", logits, choice, bias, none(16384, dtype=torch.bool))
-        cases[f"route {name}"] = Case(forward, (3, 4))
+        # Of the loads, two are of the mask, once for choices and once for entropies.
+        cases[f"route {name}"] = Case(forward, (4, 5))
         cases[f"route {name} backward"] = Case(backward, (12, 0))
     cases |= balance()
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):

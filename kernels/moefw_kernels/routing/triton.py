@@ -35,6 +35,8 @@ from moefw_kernels.routing.in_kernels import (
 
 TOKENS: Final = 32
 """Tokens of a program: a row of counts."""
+BESIDE: Final = tl.constexpr(4)
+"""Numbers behind the counts in a row, of which two are used: 16 bytes, so that rows stay aligned for wide stores."""
 
 
 @triton.jit
@@ -141,7 +143,7 @@ def _route_kernel(
         tl.store(weights + to, tl.where(routed[:, None], weight * scale, 0.0), mask=stored)
         if chosen is not None:
             tl.store(chosen + to, value_NK, mask=stored)
-    counts += program * (num_experts + 2)
+    counts += program * (num_experts + BESIDE.value)
     tl.store(counts + expert, count.to(tl.float32), mask=has_expert)
     tl.store(counts + num_experts, tl.sum(entropy, 0))
     tl.store(counts + num_experts + 1, tl.sum(seen, 0))
@@ -209,7 +211,7 @@ def route(
     ids_TK = logits_TE.new_empty(tokens, k, dtype=torch.int64)
     weights_TK = logits_TE.new_empty(tokens, k)
     chosen_TK = None if choice.pre_softmax else logits_TE.new_empty(tokens, k)
-    counts_PX = logits_TE.new_empty(programs, experts + 2)
+    counts_PX = logits_TE.new_empty(programs, experts + BESIDE.value)
     if tokens:
         _route_kernel[(programs,)](
             logits=logits_TE.contiguous(),
@@ -237,7 +239,7 @@ def route(
             N=min(TOKENS, together(groups * places)),
             COMPILED=is_compiled(),
         )
-    counts_E, entropy = counts_PX.sum(0).split((experts, 2))
+    counts_E, entropy, _ = counts_PX.sum(0).split((experts, 2, BESIDE.value - 2))
     return (ids_TK, weights_TK, counts_E, entropy), chosen_TK
 
 
