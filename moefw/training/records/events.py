@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Literal, Self, final
+from typing import Final, Literal, final
 
 from moefw.training.full_disk import written
-from moefw.training.records.json_lines import Appended, Record, keep_lines, line_of, read_lines
+from moefw.training.records.json_lines import Appended, Closed, Record, keep_lines, line_of, read_lines
 
 EVENTS: Final = "events.jsonl"
 Event = Literal[
@@ -29,7 +28,7 @@ Event = Literal[
 
 
 @final
-class EventLog:
+class EventLog(Closed):
     """Writes ``run_dir/events.jsonl``; one process may write at a time.
 
     An existing file is continued, without its last line if that is incomplete; nothing else is ever removed.
@@ -59,14 +58,6 @@ class EventLog:
         with suppress(OSError):
             self._file.append(b"")
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _line(event: Event, step: int, fields: Mapping[str, object]) -> bytes:

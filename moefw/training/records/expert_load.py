@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import reduce
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, final
 
 import numpy as np
 from attrs import frozen
@@ -18,7 +17,7 @@ from attrs import frozen
 from moefw.system.files import replaced_file
 from moefw.training.full_disk import written
 from moefw.training.records.experts import Floats
-from moefw.training.records.json_lines import Appended, keep_lines, line_of, read_lines
+from moefw.training.records.json_lines import Appended, Closed, keep_lines, line_of, read_lines
 
 EXPERT_LOAD: Final = "expert_load.jsonl"
 MOST_WINDOWS: Final = 128
@@ -77,7 +76,7 @@ def last_steps(windows: Iterable[Window], steps: int) -> Window | None:
 
 
 @final
-class ExpertLoadLog:
+class ExpertLoadLog(Closed):
     """Writes ``run_dir/expert_load.jsonl``; one process may write at a time.
 
     A window is appended when it is full; it has one step at first. When there are ``MOST_WINDOWS``, neighbours are
@@ -153,14 +152,6 @@ class ExpertLoadLog:
             self.end_window()
             with self._writing(self._file.path):
                 self._file.append(b"")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def merged(windows: Iterator[Window], most_steps: int) -> Iterator[Window]:

@@ -5,16 +5,34 @@ from __future__ import annotations
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, final
+from types import TracebackType
+from typing import Any, Self, final
 
 from moefw.core.errors import DataError
 from moefw.system.files import replaced_file
 
 Record = dict[str, Any]
+
+
+class Closed(ABC):
+    """A context manager that closes itself in the end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what waits, and close; closing twice is allowed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 @final

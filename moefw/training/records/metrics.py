@@ -11,12 +11,11 @@ from contextlib import AbstractContextManager, closing
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, final
+from typing import Any, Final, final
 
 from moefw.core.errors import DataError
 from moefw.training.full_disk import written
-from moefw.training.records.json_lines import Appended, Record, keep_lines, line_of, read_lines
+from moefw.training.records.json_lines import Appended, Closed, Record, keep_lines, line_of, read_lines
 
 METRICS: Final = "metrics.jsonl"
 UNPLOTTED: Final = ("step", "time")
@@ -24,7 +23,7 @@ UNPLOTTED: Final = ("step", "time")
 
 
 @final
-class MetricsLog:
+class MetricsLog(Closed):
     """Writes ``run_dir/metrics.jsonl`` and ``run_dir/tensorboard``; one process may write at a time.
 
     A record has left the process when ``write`` returns, so a killed run keeps it. ``writing`` surrounds each write of
@@ -71,14 +70,6 @@ class MetricsLog:
         with closing(self._events), closing(self._lines):
             self._append(self._lines, b"")
             self._append(self._events, b"")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _event(record: Mapping[str, object]) -> bytes:
