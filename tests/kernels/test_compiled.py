@@ -138,7 +138,7 @@ def others() -> dict[str, Case]:
         saved = logits if choice.pre_softmax else None, weights
         backward = partial(call, "routing", "route_backward", ids, weights, *saved, choice, experts)
         forward = partial(call, "routing", "route", logits, choice, bias, none(16384, dtype=torch.bool))
-        # Of the loads, two are of the mask, once for choices and once for entropies.
+        # Entropies, and the number of their tokens, cost one narrow load and one narrow store more than choices alone.
         cases[f"route {name}"] = Case(forward, (4, 5))
         cases[f"route {name} backward"] = Case(backward, (12, 0))
     cases |= balance()
