@@ -138,7 +138,7 @@ def others() -> dict[str, Case]:
         saved = logits if choice.pre_softmax else None, weights
         backward = partial(call, "routing", "route_backward", ids, weights, *saved, choice, experts)
         forward = partial(call, "routing", "route", logits, choice, bias, none(16384, dtype=torch.bool))
-        # Entropies, and the number of their tokens, cost one narrow load and one narrow store more than choices alone.
+        # Entropies cost a load of the mask in one more layout, and a store of the few numbers behind the counts.
         cases[f"route {name}"] = Case(forward, (4, 5))
         cases[f"route {name} backward"] = Case(backward, (12, 0))
     cases |= balance()

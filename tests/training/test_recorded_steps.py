@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,12 +55,11 @@ def stepped(
     initialise(model, seed=1, std=model.init_std)
     routings: list[tuple[int, Routing, Tensor]] = []
 
-    def seen(number: int, router: Any, arguments: tuple[Tensor, Batch], routing: Routing) -> None:
+    def seen(number: int, router: Any, arguments: tuple[Tensor, Batch], routing: Routing) -> Routing:
         mask_T = arguments[1].mask_T
         assert mask_T is not None
         routings.append((number, routing, mask_T))
-        if not scores:
-            routing.scores_TE = None
+        return routing if scores else replace(routing, scores_TE=None)
 
     for layer in model.modules():
         if isinstance(layer, MoELayer):
