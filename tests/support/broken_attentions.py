@@ -24,6 +24,18 @@ from moefw.runtime.modules import Linear, RowParallelLinear, in_heads
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
 HEADS, WIDTH = 4, 4
+CAP = 2.0
+"""Limit of the magnitude of capped scores."""
+
+
+def capped(
+    q_BHSd: Tensor, k_BHSd: Tensor, v_BHSe: Tensor, mask: Mask, *, sinks_H: None = None, scale: None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention with a soft cap of :data:`CAP`, and the log-sum-exp, computed densely."""
+    scores = CAP * (q_BHSd @ k_BHSd.mT / WIDTH**0.5 / CAP).tanh()
+    visible = mask.visible(q_BHSd.shape[2], k_BHSd.shape[2], q_BHSd.device)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1) @ v_BHSe, scores.logsumexp(-1).detach()
 
 
 class PlainAttention(nn.Module, Attention):
@@ -120,6 +132,21 @@ class CountsPlacesAroundAnotherCore(CountsPlacesItself):
     """Offers a core that the default context parallelism does not take."""
 
     cores: ClassVar[tuple[str, ...]] = ("flex",)
+
+
+class CapsScores(PlainAttention):
+    """Scores are kept within ``CAP`` by a tangent (Gemma 2, arXiv 2408.00118), right in every way."""
+
+    cores: ClassVar[tuple[str, ...]] = ("own",)
+
+    def kernel_of(self, context: moefw.BuildContext) -> Any:
+        return context.core(capped)
+
+
+class CapsScoresUnsaid(CapsScores):
+    """The default context parallelism does not call the function that caps."""
+
+    cores: ClassVar[tuple[str, ...]] = ("sdpa",)
 
 
 class SaysNotWhoSharesABatch(PlainAttention):

@@ -204,8 +204,22 @@ class AttentionSuite(Suite):
             reasons = "; ".join(str(refusal) for refusal in refusals.values())
             pytest.skip(f"no context parallelism fits {self.plugin.name}, which offers core: {cores}: {reasons}")
         for use in fitting:
-            says = f"with sequences shared by 2 ranks of cp ({use}). Is context.core(...) called, with true positions"
-            self._split(2, "cp", says, context_parallel={"use": use})
+            if self._calls_attend(use):
+                hint = "Is context.core(...) called, with true positions"
+            else:
+                hint = (
+                    f"{use} computes with PyTorch's kernels and does not call what context.core(...) gets: "
+                    'for scores of your own, offer core=("own",). Else, are positions true'
+                )
+            self._split(
+                2, "cp", f"with sequences shared by 2 ranks of cp ({use}). {hint}", context_parallel={"use": use}
+            )
+
+    def _calls_attend(self, use: str) -> bool:
+        """Whether a context parallelism calls the attention's own function, as one does that takes the core ``own``."""
+        assembly = self._on_ranks(2, "cp", context_parallel={"use": use}).resolve()
+        needs = assembly.parts.context_parallel.needs(assembly.site.at(0))
+        return all("own" in need.value for need in needs if need.fact == "core")
 
     def _on_ranks(self, world: int, axis: str, **parts: Any) -> LayerCase:
         """Layer case with the attention on ``world`` ranks along ``axis``."""
