@@ -101,15 +101,6 @@ class StateChecks(RowChecks):
         """Combine and redispatch give the same result each time, also after later plans and movements."""
         self.same(self.some(), overlap.handles, "a handle or a plan cannot be used again")
 
-    def test_redispatch_brings_rows_to_the_places_of_their_dispatch(self) -> None:
-        """Where no order is promised, too: in backward, each row meets what the experts saved for its place."""
-
-        def look(case: DispatchCase) -> str | None:
-            fault = assertions.different(self.ranks(overlap.same_places, case))
-            return f"{fault}: redispatch brings rows to other places than the dispatch of its handle" if fault else None
-
-        self.each([*self.some(), *self.some(row_alignment=4)], look)
-
     def test_redispatch_moves_other_values_along_the_same_way(self) -> None:
         """The result equals a dispatch of these values, gradients included."""
         self.same(self.some(), overlap.redispatched, "redispatch of twice the tokens is not a dispatch of them")
