@@ -35,6 +35,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (attentions.OneRecipe, "products_keep", "the module's recipe serves several GEMMs"),
     (attentions.LosesKeys, "products_keep", "has 0 of"),
     (attentions.ForgetsThePast, "goes_on", "the output changes if tokens are read in pieces of (1, 1"),
+    (attentions.KeepsTablesByShape, "a_batch_of_the_shape", "Is a table or a mask kept by the shape?"),
+    (attentions.KeepsTablesByShape, "goes_on", "Is a table or a mask kept by the shape?"),
     (attentions.ClaimsAShortReach, "goes_on", "with the past within reach=2"),
     (attentions.WritesIntoThePast, "goes_on", "writes into the past"),
     (attentions.ExtendsInForward, "goes_on", "forward calls extend"),
@@ -92,7 +94,7 @@ def plain(weights: Mapping[str, Tensor], x_SD: Tensor, positions_S: Tensor, cap:
     return projected(weights, "o_proj", softmax(q, k, v, attentions.WIDTH**-0.5, seen(len(x_SD)), None, cap))
 
 
-@pytest.mark.parametrize(("made", "check", "says"), BROKEN, ids=[case[0].__name__ for case in BROKEN])
+@pytest.mark.parametrize(("made", "check", "says"), BROKEN, ids=[f"{case[0].__name__}: {case[1]}" for case in BROKEN])
 def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], made: Any, check: str, says: str) -> None:
     suite = type("Suite", (AttentionSuite,), {"reference": staticmethod(plain)})
     must_catch(suite, attentions.PLUGINS[made], check, says)

@@ -24,6 +24,8 @@ from moefw.runtime.modules import Linear, RowParallelLinear, in_heads
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
 HEADS, WIDTH = 4, 4
+TABLES: dict[torch.Size, Table] = {}
+"""By the shape of a batch."""
 CAP = 2.0
 """Limit of the magnitude of capped scores."""
 
@@ -233,6 +235,13 @@ class KeepsThePast(PlainAttention, CachedAttention):
 class ForgetsThePast(KeepsThePast):
     def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Any) -> tuple[Tensor, Any]:
         return super().extend(x_tD, tables, batch, None)
+
+
+class KeepsTablesByShape(KeepsThePast):
+    """They are no part of the attention, so that only results tell."""
+
+    def tables(self, batch: Batch) -> Table:
+        return TABLES.setdefault(batch.ids_BS.shape, super().tables(batch))
 
 
 class ClaimsAShortReach(KeepsThePast):
