@@ -28,7 +28,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "axis": "axes: `pp`, `dp`, `cp`, `tp`, `edp`, `ep`, `etp`. The plan of the layout offers them",
     "axis_divides": "pairs of an axis and its size, or in a need the number to divide; offered in the same way",
     "split": "axes along which a model can be split: `pp`, `cp`, `tp`",
-    "core": "what computes attention, in the hands of `context.core`, so that cp can exchange keys: `sdpa`, `flex`",
+    "core": "what computes attention in the hands of `context.core`: `sdpa`, `flex`, or scores of an attention's `own`",
     "heads": "a number: the heads of an attention; a need is how many ranks share them evenly",
     "token_ids": "a number: how many token ids a model accepts",
     "partition": "tokens on which a routing depends: of a `token`, `sequence`, `micro_batch`, `global_batch` or `rank`",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import broken_attentions as attentions
+from moefw.core.errors import PlanError
 from moefw.plugins.attention.gqa import GroupedQuery
 from moefw.plugins.attention.mla import Latent
 from moefw.testing.suites.attention import AttentionSuite
@@ -28,10 +30,13 @@ BROKEN: list[tuple[Any, str, str]] = [
     (attentions.AddsTheBiasOnEveryRank, "heads_split", "the output changes with heads split over 2 ranks"),
     (attentions.CountsPlacesItself, "sequences_shared", "the output changes with sequences shared by 2 ranks of cp"),
     (attentions.CountsPlacesAroundAnotherCore, "sequences_shared", "shared by 2 ranks of cp (ulysses)"),
+    (attentions.CapsScoresUnsaid, "sequences_shared", "allgather_kv computes with PyTorch's kernels"),
     (attentions.SaysNotWhoSharesABatch, "sequences_shared", "Make it by Mask.of(batch)"),
     (attentions.OneRecipe, "products_keep", "the module's recipe serves several GEMMs"),
     (attentions.LosesKeys, "products_keep", "has 0 of"),
     (attentions.ForgetsThePast, "goes_on", "the output changes if tokens are read in pieces of (1, 1"),
+    (attentions.KeepsTablesByShape, "a_batch_of_the_shape", "Is a table or a mask kept by the shape?"),
+    (attentions.KeepsTablesByShape, "goes_on", "Is a table or a mask kept by the shape?"),
     (attentions.ClaimsAShortReach, "goes_on", "with the past within reach=2"),
     (attentions.WritesIntoThePast, "goes_on", "writes into the past"),
     (attentions.ExtendsInForward, "goes_on", "forward calls extend"),
@@ -49,12 +54,21 @@ def rope(x_SHd: Tensor, positions_S: Tensor, *, neighbours: bool = False) -> Ten
 
 
 def softmax(
-    q_SHd: Tensor, k_SHd: Tensor, v_SHe: Tensor, scale: float, seen_SS: Tensor, sinks_H: Tensor | None
+    q_SHd: Tensor,
+    k_SHd: Tensor,
+    v_SHe: Tensor,
+    scale: float,
+    seen_SS: Tensor,
+    sinks_H: Tensor | None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the rows ``(S, H e)`` of a dense softmax, head by head."""
     heads = []
     for head in range(q_SHd.shape[1]):
-        scores = (q_SHd[:, head] @ k_SHd[:, head].T * scale).masked_fill(~seen_SS, -torch.inf)
+        scores = q_SHd[:, head] @ k_SHd[:, head].T * scale
+        if cap is not None:
+            scores = cap * (scores / cap).tanh()
+        scores = scores.masked_fill(~seen_SS, -torch.inf)
         if sinks_H is not None:
             scores = torch.cat([scores, sinks_H[head].expand(len(scores), 1)], 1)
         heads.append(scores.softmax(1)[:, : len(scores)] @ v_SHe[:, head])
@@ -74,13 +88,13 @@ def projected(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(()))
 
 
-def plain(weights: Mapping[str, Tensor], x_SD: Tensor, positions_S: Tensor) -> Tensor:
+def plain(weights: Mapping[str, Tensor], x_SD: Tensor, positions_S: Tensor, cap: float | None = None) -> Tensor:
     q, k, v = (projected(weights, f"{name}_proj", x_SD).unflatten(1, (-1, attentions.WIDTH)) for name in "qkv")
     q, k = rope(q, positions_S), rope(k, positions_S)
-    return projected(weights, "o_proj", softmax(q, k, v, attentions.WIDTH**-0.5, seen(len(x_SD)), None))
+    return projected(weights, "o_proj", softmax(q, k, v, attentions.WIDTH**-0.5, seen(len(x_SD)), None, cap))
 
 
-@pytest.mark.parametrize(("made", "check", "says"), BROKEN, ids=[case[0].__name__ for case in BROKEN])
+@pytest.mark.parametrize(("made", "check", "says"), BROKEN, ids=[f"{case[0].__name__}: {case[1]}" for case in BROKEN])
 def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], made: Any, check: str, says: str) -> None:
     suite = type("Suite", (AttentionSuite,), {"reference": staticmethod(plain)})
     must_catch(suite, attentions.PLUGINS[made], check, says)
@@ -89,6 +103,21 @@ def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], mad
 class TestPlainAttention(AttentionSuite):
     plugin = attentions.PLUGINS[attentions.PlainAttention]
     reference = staticmethod(plain)
+
+
+class TestCapsScores(AttentionSuite):
+    plugin = attentions.PLUGINS[attentions.CapsScores]
+    reference = staticmethod(partial(plain, cap=attentions.CAP))
+
+    @pytest.mark.parametrize("use", ["allgather_kv", "ring_attention"])
+    def test_ranks_that_compute_by_pytorch_are_refused_and_others_named(self, use: str) -> None:
+        with pytest.raises(PlanError) as refused:
+            self._on_ranks(2, "cp", context_parallel={"use": use}).resolve()
+        (problem,) = refused.value.problems
+        assert f"{use} needs attention around the core sdpa: it computes with PyTorch's" in problem.what
+        assert "caps-scores offers own" in problem.what
+        assert "context_parallel: {use: ulysses}" in problem.fix
+        self._on_ranks(2, "cp", context_parallel={"use": "ulysses"}).resolve()
 
 
 class TestKeepsThePast(AttentionSuite):

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import strategies as st
 
 import broken_layouts as layouts
+from moefw.core.errors import PluginError
 from moefw.plugins.parallel.coupled import Coupled
 from moefw.plugins.parallel.folded import Folded
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.layout import LayoutSuite
 
 BROKEN: list[tuple[Any, str, str]] = [
@@ -20,6 +22,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (layouts.Crowded, "coordinates_give_every_rank", "have the same place in"),
     (layouts.Transposed, "groups_are_the_ranks", "by coordinates it is"),
     (layouts.Curt, "a_world_fits_or_is_refused", "with ValueError: no"),
+    (layouts.ShardsMoreThanThereIs, "the_sizes_of_each_mesh", "there are 7 shards and edp = "),
+    (layouts.ShardsMoreThanThereIs, "the_smallest_world", "plans the smallest world wrongly: shards of experts"),
     (layouts.Wasteful, "a_world_fits_or_is_refused", "ranks when asked for"),
     (layouts.Wasteful, "the_smallest_world", "are the fewest, and arranges"),
     (layouts.Slow, "4096_ranks", "s is allowed"),
@@ -44,6 +48,16 @@ SHARDS = st.sampled_from([1, 1, 2, 3, "all"])
 @pytest.mark.parametrize(("made", "check", "says"), BROKEN, ids=[f"{case[0].__name__}: {case[1]}" for case in BROKEN])
 def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], made: Any, check: str, says: str) -> None:
     must_catch(LayoutSuite, layouts.PLUGINS[made], check, says, **LAYOUTS)
+
+
+def test_a_plan_of_wrong_arithmetic_is_an_error_of_its_plugin() -> None:
+    layout = layouts.PLUGINS[layouts.ShardsMoreThanThereIs]
+    layer_case = LayerCase(tokens=(1, 1), parts={"parallel": {"use": layout.name}}, plugins=(layout,))
+    with pytest.raises(PluginError) as wrong:
+        layer_case.resolve()
+    (problem,) = wrong.value.problems
+    assert layout.name in problem.what
+    assert "plan(): shards of experts divide the copies: there are 7 shards and edp = 2 copies." in problem.what
 
 
 class TestFolded(LayoutSuite):

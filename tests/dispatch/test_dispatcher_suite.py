@@ -101,6 +101,8 @@ def test_a_plugin_that_no_other_process_can_import_is_told_so(pool: RankPool) ->
 def test_movements_are_checked_before_whole_layers() -> None:
     """pytest runs the checks of base classes first: a layer only says that something is wrong."""
     ran = [name for base in reversed(DispatcherSuite.__mro__) for name in vars(base) if name.startswith("test_")]
+    places = ran.index("test_redispatch_brings_rows_to_the_places_of_their_dispatch")
+    assert places < ran.index("test_rows_of_keys_are_redispatched_bit_for_bit"), "the latter needs the former"
     layers = [place for place, name in enumerate(ran) if "layer" in name]
     assert ran[0] == "test_it_can_be_built_and_its_declaration_is_pure"
     assert layers == [*range(layers[0], layers[-2] + 1), len(ran) - 1]

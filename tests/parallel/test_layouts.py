@@ -22,7 +22,7 @@ from layout_cases import (
     layouts,
     plans,
 )
-from moefw.core.errors import PlanError
+from moefw.core.errors import PlanError, PluginError
 from moefw.core.plugin import LayoutPlugin
 from moefw.core.records import Side
 from moefw.plugins.parallel.coupled import Coupled
@@ -271,11 +271,16 @@ def expert_mesh(*, pp: int = 1, ep: int = 2) -> Mesh:
             "stages are outermost",
         ),
         (dense_mesh(), dense_mesh(), {"dense": 1, "experts": 1}, "all of its axes"),
-        (dense_mesh(), expert_mesh(), {"dense": 2, "experts": 2}, "shards of experts divide the copies"),
+        (
+            dense_mesh(),
+            expert_mesh(),
+            {"dense": 2, "experts": 2},
+            "shards of experts divide the copies: there are 2 shards and edp = 1 copies",
+        ),
     ],
 )
 def test_meshes_that_do_not_go_together_are_no_plan(dense: Mesh, experts: Mesh, shards: Any, says: str) -> None:
-    with pytest.raises(AssertionError, match=says):
+    with pytest.raises(PluginError, match=says):
         MeshPlan(dense=dense, experts=experts, shards=shards)
 
 

@@ -24,6 +24,20 @@ from moefw.runtime.modules import Linear, RowParallelLinear, in_heads
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
 HEADS, WIDTH = 4, 4
+TABLES: dict[torch.Size, Table] = {}
+"""By the shape of a batch."""
+CAP = 2.0
+"""Limit of the magnitude of capped scores."""
+
+
+def capped(
+    q_BHSd: Tensor, k_BHSd: Tensor, v_BHSe: Tensor, mask: Mask, *, sinks_H: None = None, scale: None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention with a soft cap of :data:`CAP`, and the log-sum-exp, computed densely."""
+    scores = CAP * (q_BHSd @ k_BHSd.mT / WIDTH**0.5 / CAP).tanh()
+    visible = mask.visible(q_BHSd.shape[2], k_BHSd.shape[2], q_BHSd.device)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1) @ v_BHSe, scores.logsumexp(-1).detach()
 
 
 class PlainAttention(nn.Module, Attention):
@@ -122,6 +136,21 @@ class CountsPlacesAroundAnotherCore(CountsPlacesItself):
     cores: ClassVar[tuple[str, ...]] = ("flex",)
 
 
+class CapsScores(PlainAttention):
+    """Scores are kept within ``CAP`` by a tangent (Gemma 2, arXiv 2408.00118), right in every way."""
+
+    cores: ClassVar[tuple[str, ...]] = ("own",)
+
+    def kernel_of(self, context: moefw.BuildContext) -> Any:
+        return context.core(capped)
+
+
+class CapsScoresUnsaid(CapsScores):
+    """The default context parallelism does not call the function that caps."""
+
+    cores: ClassVar[tuple[str, ...]] = ("sdpa",)
+
+
 class SaysNotWhoSharesABatch(PlainAttention):
     def mask(self, batch: Batch) -> Mask:
         return Mask(documents_BS=batch.documents_BS)
@@ -206,6 +235,13 @@ class KeepsThePast(PlainAttention, CachedAttention):
 class ForgetsThePast(KeepsThePast):
     def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Any) -> tuple[Tensor, Any]:
         return super().extend(x_tD, tables, batch, None)
+
+
+class KeepsTablesByShape(KeepsThePast):
+    """They are no part of the attention, so that only results tell."""
+
+    def tables(self, batch: Batch) -> Table:
+        return TABLES.setdefault(batch.ids_BS.shape, super().tables(batch))
 
 
 class ClaimsAShortReach(KeepsThePast):

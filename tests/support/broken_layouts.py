@@ -73,6 +73,13 @@ class Curt(_Layout):
 
 
 @frozen(kw_only=True)
+class ShardsMoreThanThereIs(_Layout):
+    def plan(self, world: int | None) -> MeshPlan:
+        plan = super().plan(world)
+        return MeshPlan(dense=plan.dense, experts=plan.experts, shards={**plan.shards, "experts": 7})
+
+
+@frozen(kw_only=True)
 class Wasteful(_Layout):
     """Arranges a part of a world that does not fit."""
 

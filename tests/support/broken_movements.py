@@ -298,6 +298,16 @@ class WrongOrderOnRealRanks(RealRanks, WrongOrder):
     pass
 
 
+@breaks(
+    "each plan opens 1 process group, by torch.distributed.new_group", "no_group_is_opened_in_a_movement", worlds=(2,)
+)
+class RealRanksOpenAGroupInEachPlan(RealRanks):
+    def plan(self, routing, **given):
+        if self.experts.group is not None:
+            dist.new_group(self.experts.ranks)
+        return super().plan(routing, **given)
+
+
 @breaks("raises", "rows_come_in_order_of_expert_source_rank_and_token", worlds=(2,))
 class FailsOnRealRanks(RealRanks):
     def start_combine(self, rows_RD, handle):

@@ -61,6 +61,15 @@ class DrawsAnOrderForEachRedispatch(Unordered):
         return self.start_dispatch(x_TD, weights_TK, handle.handle)
 
 
+@breaks(
+    "to other places than the dispatch of its handle",
+    "rows_of_keys_are_redispatched_bit_for_bit",
+    offers=ANY_ORDER | {"row_keys": True},
+)
+class DrawsAnOrderForEachRedispatchOfKeys(DrawsAnOrderForEachRedispatch):
+    pass
+
+
 @breaks("carries the weight", "each_row_carries_the_weight_of_its_choice", offers=ANY_ORDER)
 class LeavesWeightsInTheirPlaces(Unordered):
     def in_order(self, batch, order_R):

@@ -13,7 +13,13 @@ def splits(site: Site) -> bool:
     return site.layout.sizes["cp"] > 1
 
 
-def core_need(site: Site, *cores: str, reason: str) -> Iterator[moefw.Need]:
-    """Yield the need of an attention around one of ``cores``, where ranks of cp share sequences."""
+def flash_need(site: Site) -> Iterator[moefw.Need]:
+    """Yield the need of an attention that PyTorch's flash kernels compute, where ranks of cp share sequences."""
     if splits(site):
-        yield moefw.need("core", cores, reason=reason, fix=f"Use an attention with kernel: {cores[0]}, or cp: 1.")
+        yield moefw.need(
+            "core",
+            ("sdpa",),
+            reason="it computes with PyTorch's flash kernels, whatever function the attention has",
+            fix="Use kernel: sdpa if the attention has that option; context_parallel: {use: ulysses}, which calls the"
+            " attention's own function; or cp: 1.",
+        )

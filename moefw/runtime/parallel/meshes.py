@@ -9,6 +9,7 @@ from typing import Final, final
 from attrs import field, frozen
 
 from moefw.core.contracts import LayoutPlan
+from moefw.core.errors import PluginError
 from moefw.core.records import Side
 
 DENSE: Final = ("pp", "dp", "cp", "tp")
@@ -62,7 +63,8 @@ class Mesh:
 class MeshPlan(LayoutPlan):
     """A dense mesh and an expert mesh over the same ranks.
 
-    ``shards``: the number of ranks over which a parameter of each mesh is sharded; 1: each rank holds all of it.
+    ``shards``: the number of ranks over which a parameter of each mesh is sharded; 1: each rank holds all of it. Raises
+    PluginError on meshes and shards that do not go together.
     """
 
     dense: Mesh
@@ -70,14 +72,32 @@ class MeshPlan(LayoutPlan):
     shards: Mapping[Side, int] = field(factory=lambda: {"dense": 1, "experts": 1})
 
     def __attrs_post_init__(self) -> None:
-        assert self.dense.size() == self.experts.size(), "both meshes cover the same ranks"
-        assert self.dense.places[0] == self.experts.places[0], "both meshes have the same pipeline stages, outermost"
-        assert self.dense.places[0][0] == "pp", "pipeline stages are outermost"
-        assert self.dense.axes == {*DENSE}, "the dense mesh has all of its axes and no other"
-        assert self.experts.axes == {*EXPERT}, "the expert mesh has all of its axes and no other"
+        dense = dict(self.dense.places)
+        experts = dict(self.experts.places)
+        _require(
+            self.dense.size() == self.experts.size(),
+            f"both meshes cover the same ranks: dense {dense} has {self.dense.size()}, experts {experts} has "
+            f"{self.experts.size()}",
+        )
+        _require(
+            self.dense.places[0] == self.experts.places[0],
+            f"both meshes have the same pipeline stages, outermost: they begin with {self.dense.places[0]} and "
+            f"{self.experts.places[0]}",
+        )
+        _require(self.dense.places[0][0] == "pp", f"pipeline stages are outermost: dense is {dense}")
+        for mesh, side, due in ((self.dense, "dense", DENSE), (self.experts, "experts", EXPERT)):
+            _require(
+                mesh.axes == {*due},
+                f"{side} has all of its axes, {', '.join(due)}, and no other: it has {', '.join(sorted(mesh.axes))}",
+            )
         for side, axes in COPIES.items():
             copies = math.prod(self.sizes[axis] for axis in axes)
-            assert copies % self.shards[side] == 0, f"shards of {side} divide the copies"
+            num_shards = self.shards[side]
+            _require(
+                copies % num_shards == 0,
+                f"shards of {side} divide the copies: there are {num_shards} shards and {' x '.join(axes)} = {copies} "
+                "copies",
+            )
 
     @property
     def world(self) -> int:  # type: ignore[override]
@@ -113,3 +133,9 @@ class MeshPlan(LayoutPlan):
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is not in a world of {self.world}")
+
+
+def _require(holds: bool, rule: str) -> None:
+    """Raise PluginError unless a rule of meshes holds: the arithmetic of the plugin that plans them is wrong."""
+    if not holds:
+        raise PluginError(f"{rule}.", "Change what plan() hands to moefw.MeshPlan.")

@@ -37,6 +37,8 @@ RTOL = 2e-5
 """Largest error, as a share of a tensor's largest value."""
 FLOOR = 1e-2
 """Gradients below this share of the largest one nearly cancel; their errors are relative to this share."""
+UNUSED = 37
+"""Length of sequences in one check alone. So is the next larger one."""
 Reference = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 
@@ -109,6 +111,10 @@ class AttentionSuite(Suite):
 
         self.for_all(check, sequences())
 
+    def test_a_batch_of_the_shape_of_an_earlier_one_has_its_own_positions(self) -> None:
+        """A table or a mask that is kept by the shape of a batch would be that of the earlier one."""
+        self._assert_own_tables(self.attention())
+
     def test_packed_documents_are_as_if_alone(self) -> None:
         """Each with positions from 0 on, as ``Batch.positions_BS`` says."""
         attention = self.attention()
@@ -136,6 +142,8 @@ class AttentionSuite(Suite):
         case = AttentionCase(documents=((9,), (9,)))
         if not isinstance(attention, CachedAttention):
             pytest.skip(f"{name} is no moefw.CachedAttention: text is generated without a past")
+        # Pieces have one shape and other positions: the past is not to blame for a table of the wrong ones.
+        self._assert_own_tables(attention)
         # If forward called extend, the comparison below would be one of extend with itself.
         called = AssertionError(f"{name}: forward calls extend. Let both call a third method.")
         with patch.object(attention, "extend", side_effect=called):
@@ -204,8 +212,43 @@ class AttentionSuite(Suite):
             reasons = "; ".join(str(refusal) for refusal in refusals.values())
             pytest.skip(f"no context parallelism fits {self.plugin.name}, which offers core: {cores}: {reasons}")
         for use in fitting:
-            says = f"with sequences shared by 2 ranks of cp ({use}). Is context.core(...) called, with true positions"
-            self._split(2, "cp", says, context_parallel={"use": use})
+            if self._calls_attend(use):
+                hint = "Is context.core(...) called, with true positions"
+            else:
+                hint = (
+                    f"{use} computes with PyTorch's kernels and does not call what context.core(...) gets: "
+                    'for scores of your own, offer core=("own",). Else, are positions true'
+                )
+            self._split(
+                2, "cp", f"with sequences shared by 2 ranks of cp ({use}). {hint}", context_parallel={"use": use}
+            )
+
+    def _calls_attend(self, use: str) -> bool:
+        """Whether a context parallelism calls the attention's own function, as one does that takes the core ``own``."""
+        assembly = self._on_ranks(2, "cp", context_parallel={"use": use}).resolve()
+        needs = assembly.parts.context_parallel.needs(assembly.site.at(0))
+        return all("own" in need.value for need in needs if need.fact == "core")
+
+    def _assert_own_tables(self, attention: Any) -> None:
+        """Assert that tokens have the same output behind a batch of their shape with other positions, and without.
+
+        Without: at the front of a longer batch, of a shape that no other check uses.
+        """
+        earlier = AttentionCase(documents=((UNUSED,),))
+        case = AttentionCase(documents=((15, UNUSED - 15),), stride=3)
+        longer = AttentionCase(documents=((15, UNUSED - 15, 1),), stride=3)
+        x_BSD, _ = longer.drawn(self.dim, torch.float32)
+        x_BsD = x_BSD[:, :UNUSED]
+        with torch.no_grad():
+            _, front_BSD = begun(attention, longer, x_BSD)
+            begun(attention, earlier, x_BsD)
+            _, out_BsD = begun(attention, case, x_BsD)
+        error = worst_error(out_BsD, front_BSD[:, :UNUSED])
+        says = (
+            f"{self.plugin.name}: with the positions and documents of a batch, the output is off by {error:.1e} of its "
+            "largest value behind another batch of the same shape"
+        )
+        assert error <= RTOL, f"{says}. Is a table or a mask kept by the shape? Make it of each batch, in tables()."
 
     def _on_ranks(self, world: int, axis: str, **parts: Any) -> LayerCase:
         """Layer case with the attention on ``world`` ranks along ``axis``."""

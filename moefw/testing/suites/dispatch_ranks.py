@@ -245,26 +245,44 @@ def any_bits(case: DispatchCase, rank: int, columns: int) -> Tensor:
     return bits_TD.view(torch.bfloat16)
 
 
-def key_rows(
-    group: Any, rank: int, case: DispatchCase, assembly: Assembly
-) -> tuple[Tensor, list[tuple[int, int] | None], int]:
-    """Redispatched rows of :func:`any_bits` up to the last group's end, and their number of columns.
+Origin = tuple[int, int] | None
+"""The source rank and the token of a row; None for padding."""
 
-    Between them: the (source rank, token) of each dispatched row, None for padding. Weights are token numbers.
+
+@dataclass(kw_only=True)
+class KeyRows:
+    """Redispatched rows of :func:`any_bits` up to the last group's end, and where rows are from.
+
+    ``dispatched`` and ``redispatched`` are the origins by place. ``columns`` is the width of a row of keys.
     """
+
+    rows_RD: Tensor
+    dispatched: list[Origin]
+    redispatched: list[Origin]
+    columns: int
+
+
+def key_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> KeyRows:
+    """Dispatch of tokens, and the redispatch of rows of keys along its handle. Weights are token numbers."""
     # A token's number is unique in the world, and above 0: dispatched as its weight, it says where a row is from.
     most = max(case.tokens)
+
+    def origins(batch: ExpertBatch) -> list[Origin]:
+        numbers = batch.row_weights_R[: int(batch.offsets_e[-1])].int().tolist()
+        return [divmod(number - 1, most) if 0 < number <= most * case.world else None for number in numbers]
+
     with opened(group, case, assembly) as dispatcher:
         plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
         number_T = torch.arange(case.tokens[rank], dtype=torch.float32) + rank * most + 1
         numbers_TK = number_T.unsqueeze(1).expand(-1, case.top_k).contiguous()
         numbered, handle = dispatcher.dispatch(case.x(rank), numbers_TK, plan)
-        bits_TD = any_bits(case, rank, dispatcher.key_columns)
-        batch, _ = dispatcher.redispatch(bits_TD, numbers_TK, handle)
-        end = int(batch.offsets_e[-1])
-        numbers = numbered.row_weights_R[:end].int().tolist()
-        tokens = [divmod(number - 1, most) if 0 < number <= most * case.world else None for number in numbers]
-        return batch.rows_RD[:end].detach(), tokens, dispatcher.key_columns
+        batch, _ = dispatcher.redispatch(any_bits(case, rank, dispatcher.key_columns), numbers_TK, handle)
+        return KeyRows(
+            rows_RD=batch.rows_RD[: int(batch.offsets_e[-1])].detach(),
+            dispatched=origins(numbered),
+            redispatched=origins(batch),
+            columns=dispatcher.key_columns,
+        )
 
 
 def odd_rows(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> Tensor:

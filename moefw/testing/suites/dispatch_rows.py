@@ -12,10 +12,12 @@ from moefw.compose.spec.source import counted
 from moefw.testing.suites import dispatch_assertions as assertions
 from moefw.testing.suites.dispatch_case import DispatchCase, unequal, usual
 from moefw.testing.suites.dispatch_order import equal_in_some_order
-from moefw.testing.suites.dispatch_overlap import permuted, without_gradients
+from moefw.testing.suites.dispatch_overlap import permuted, same_places, without_gradients
 from moefw.testing.suites.dispatch_ranks import any_bits, identity, key_rows, moved, odd_rows, odd_values
 from moefw.testing.suites.dispatch_run import DispatcherRunner
 from moefw.testing.suites.watch import same_bits
+
+OTHER_PLACES = "redispatch brings rows to other places than the dispatch of its handle"
 
 
 class RowChecks(DispatcherRunner):
@@ -74,21 +76,32 @@ class RowChecks(DispatcherRunner):
 
         self.each(self.some() + self.some(dtype="bf16"), look)
 
+    def test_redispatch_brings_rows_to_the_places_of_their_dispatch(self) -> None:
+        """Where no order is promised, too: in backward, each row meets what the experts saved for its place."""
+
+        def look(case: DispatchCase) -> str | None:
+            fault = assertions.different(self.ranks(same_places, case))
+            return f"{fault}: {OTHER_PLACES}" if fault else None
+
+        self.each([*self.some(), *self.some(row_alignment=4)], look)
+
     def test_rows_of_keys_are_redispatched_bit_for_bit(self) -> None:
         """A plugin that offers ``row_keys`` moves any bf16 bits to the places of dispatch's rows; padding is zero."""
         self.promised("row_keys")
 
         def look(case: DispatchCase) -> str | None:
-            for rank, (rows_RD, tokens, columns) in enumerate(self.ranks(key_rows, case)):
-                sent = [any_bits(case, source, columns) for source in range(case.world)]
-                due_RD = torch.zeros_like(rows_RD)
-                for place, origin in enumerate(tokens):
+            for rank, keys in enumerate(self.ranks(key_rows, case)):
+                if keys.redispatched != keys.dispatched:
+                    return f"rank {rank}: {OTHER_PLACES}"
+                sent = [any_bits(case, source, keys.columns) for source in range(case.world)]
+                due_RD = torch.zeros_like(keys.rows_RD)
+                for place, origin in enumerate(keys.dispatched):
                     if origin is not None:
                         source, token = origin
                         due_RD[place] = sent[source][token]
-                if rows_RD.dtype != torch.bfloat16:
-                    return f"rank {rank}: row_keys is offered, and its rows are {rows_RD.dtype}, not bf16"
-                if not same_bits(rows_RD, due_RD):
+                if keys.rows_RD.dtype != torch.bfloat16:
+                    return f"rank {rank}: row_keys is offered, and its rows are {keys.rows_RD.dtype}, not bf16"
+                if not same_bits(keys.rows_RD, due_RD):
                     return f"rank {rank}: row_keys is offered, and rows of keys are not redispatched bit for bit"
             return None
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from moefw.compose.spec.source import counted
 from moefw.testing.suites import dispatch_assertions as assertions
 from moefw.testing.suites import dispatch_overlap as overlap
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_rows import RowChecks
 from moefw.testing.suites.dispatch_run import RefusedError
-from moefw.testing.suites.dispatch_watch import kept, recorded
+from moefw.testing.suites.dispatch_watch import groups_opened, kept, recorded
 
 ORDERS = ("in a row", "A first", "B first", "together")
 
@@ -63,6 +64,22 @@ class StateChecks(RowChecks):
 
         self.each(self.some(), look)
 
+    def test_no_group_is_opened_in_a_movement(self) -> None:
+        """A group takes connections and milliseconds of the host, and stays open: ``build`` opens it, once."""
+        if self.on_threads:
+            pytest.skip(f"{self.plugin.name} runs on ranks that are threads, where no process group can be opened")
+
+        def look(case: DispatchCase) -> str | None:
+            for rank, counts in enumerate(self.ranks(groups_opened, case)):
+                for where, count in zip(("plan", "dispatch and combine"), counts, strict=True):
+                    if count:
+                        what = f"each {where} opens {counted(count, 'process group')}, by torch.distributed.new_group"
+                        fix = "Open it in build, by context.expert_group().subgroup(ranks), which opens each once"
+                        return f"rank {rank}: {what}: it takes the host's time and stays open. {fix}"
+            return None
+
+        self.each([case for case in self.some() if case.world > 1], look)
+
     def test_no_tensor_stays_alive_after_a_movement(self) -> None:
         """The number of live tensors does not grow over the second to fourth round."""
 
@@ -100,15 +117,6 @@ class StateChecks(RowChecks):
     def test_a_handle_and_a_plan_can_be_used_again(self) -> None:
         """Combine and redispatch give the same result each time, also after later plans and movements."""
         self.same(self.some(), overlap.handles, "a handle or a plan cannot be used again")
-
-    def test_redispatch_brings_rows_to_the_places_of_their_dispatch(self) -> None:
-        """Where no order is promised, too: in backward, each row meets what the experts saved for its place."""
-
-        def look(case: DispatchCase) -> str | None:
-            fault = assertions.different(self.ranks(overlap.same_places, case))
-            return f"{fault}: redispatch brings rows to other places than the dispatch of its handle" if fault else None
-
-        self.each([*self.some(), *self.some(row_alignment=4)], look)
 
     def test_redispatch_moves_other_values_along_the_same_way(self) -> None:
         """The result equals a dispatch of these values, gradients included."""

@@ -10,9 +10,11 @@ import types
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from moefw.compose.assembly import Assembly
 from moefw.core.contracts import Dispatcher
@@ -44,6 +46,22 @@ def kept(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[
             changed |= _changes(before, snapshot(dispatcher))
         changed |= _changes(outside, surroundings(alone=case.world == 1))
     return sorted(changed)
+
+
+def groups_opened(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[int, int]:
+    """How many process groups ``plan`` opens, and how many the rest of a movement. Of the second movement.
+
+    Counted for the whole process, which ranks that are threads share.
+    """
+    dropless = settled_case(assembly)
+    with opened(group, case, assembly) as dispatcher:
+        there_and_back(dispatcher, case, rank, dropless=dropless)
+        # The function under each way to open one, whatever name a dispatcher has imported.
+        with patch.object(distributed_c10d, "_new_group_with_tag", wraps=distributed_c10d._new_group_with_tag) as opens:
+            dispatcher.plan(case.routing(rank), dropless=dropless)
+            in_plan = opens.call_count
+            there_and_back(dispatcher, case, rank, dropless=dropless)
+            return in_plan, opens.call_count - 2 * in_plan
 
 
 def surroundings(*, alone: bool) -> dict[str, str]:

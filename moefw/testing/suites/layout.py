@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from moefw.compose.spec.source import Marks
 from moefw.compose.spec.structure import structure
 from moefw.core.contracts import LayoutPlan
-from moefw.core.errors import PlanError, Problem
+from moefw.core.errors import PlanError, PluginError, Problem
 from moefw.core.records import Side
 from moefw.runtime.parallel.meshes import COPIES
 from moefw.runtime.parallel.opened_layout import open_by
@@ -61,18 +61,14 @@ class LayoutSuite(Suite):
         """Yield the plans of ``multiple`` times the smallest world, and of the smallest world."""
         smallest = self._smallest(layout)
         for world in (smallest * multiple, smallest):
-            if world <= self.max_world:
-                try:
-                    yield layout.plan(world)
-                except PlanError:
-                    continue
+            plan = self._plan(layout, world) if world <= self.max_world else None
+            if plan is not None:
+                yield plan
 
     def _smallest(self, layout: Any) -> int:
         """Smallest world that the layout arranges; more than ``max_world`` if it refuses to say."""
-        try:
-            return int(layout.plan(None).world)
-        except PlanError:
-            return self.max_world + 1
+        plan = self._plan(layout, None)
+        return self.max_world + 1 if plan is None else plan.world
 
     def test_the_sizes_of_each_mesh_multiply_to_the_world(self) -> None:
         """Every rank has one place in each mesh."""
@@ -209,16 +205,19 @@ class LayoutSuite(Suite):
         for mesh in self.meshes:
             yield from _subsets(mesh)
 
-    def _plan(self, layout: Any, world: int) -> LayoutPlan | None:
-        """Plan of a world; None if it is refused by a PlanError with a message."""
+    def _plan(self, layout: Any, world: int | None) -> LayoutPlan | None:
+        """Plan of a world, None: of the smallest; None if it is refused by a PlanError with a message."""
+        ranks = "the smallest world" if world is None else f"{world} ranks"
         try:
             plan: LayoutPlan = layout.plan(world)
         except PlanError as error:
             has_message = bool(error.problems and error.problems[0].what)
-            assert has_message, f"{self.plugin.name} refuses {world} ranks without a message."
+            assert has_message, f"{self.plugin.name} refuses {ranks} without a message."
             return None
+        except PluginError as error:
+            raise AssertionError(f"{self.plugin.name} plans {ranks} wrongly: {error}") from error
         except Exception as error:
-            what = f"{self.plugin.name} refuses {world} ranks with {type(error).__name__}: {error}."
+            what = f"{self.plugin.name} refuses {ranks} with {type(error).__name__}: {error}."
             raise AssertionError(f"{what} Raise moefw.PlanError, which says what would fit.") from error
         return plan
 

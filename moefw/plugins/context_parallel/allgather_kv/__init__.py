@@ -10,7 +10,7 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import ContextParallelPlugin
 from moefw.core.site import Site
-from moefw.plugins.context_parallel.options import core_need
+from moefw.plugins.context_parallel.options import flash_need
 
 
 @frozen
@@ -25,7 +25,7 @@ class AllGatherKV(ContextParallelPlugin):
 
     def needs(self, site: Site) -> Iterator[moefw.Need]:
         """Yield the need of flash attention."""
-        yield from core_need(site, "sdpa", reason="its backward gives the kernel the log-sum-exp of all keys")
+        yield from flash_need(site)
 
     def build(self, context: moefw.BuildContext) -> Any:
         """Core of the attention of one layer."""

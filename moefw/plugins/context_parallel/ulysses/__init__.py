@@ -10,7 +10,7 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import ContextParallelPlugin
 from moefw.core.site import Site
-from moefw.plugins.context_parallel.options import core_need, splits
+from moefw.plugins.context_parallel.options import splits
 
 
 @frozen
@@ -24,8 +24,13 @@ class Ulysses(ContextParallelPlugin):
 
     def needs(self, site: Site) -> Iterator[moefw.Need]:
         """Yield the needs: an attention around a core, with heads that cp x tp ranks share evenly."""
-        yield from core_need(site, "sdpa", "flex", reason="heads are exchanged around the core")
         if splits(site):
+            yield moefw.need(
+                "core",
+                ("sdpa", "flex", "own"),
+                reason="heads are exchanged around the core",
+                fix="Use an attention that offers a core, or cp: 1.",
+            )
             sizes = site.layout.sizes
             yield moefw.need(
                 "heads",

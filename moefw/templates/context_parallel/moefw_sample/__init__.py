@@ -20,7 +20,7 @@ class Sample(moefw.ContextParallelPlugin):
     def needs(self, site: moefw.Site) -> Iterator[moefw.Need]:
         """Require an attention that leaves its core to the algorithm, where ranks share sequences."""
         if site.layout.sizes["cp"] > 1:
-            yield moefw.need("core", ("sdpa", "flex"), reason="keys are gathered around the core")
+            yield moefw.need("core", ("sdpa", "flex", "own"), reason="keys are gathered around the core")
 
     def build(self, context: moefw.BuildContext) -> moefw.ContextAttention:
         """Core of the attention of one layer."""
