@@ -32,22 +32,8 @@ routes-plot = "moefw_mine.commands:routes_plot"
 This is `moefw routes-plot`. `moefw --help` lists it with its distribution, and imports nothing. A command cannot have
 the name of a built-in one, and `MOEFW_ALLOWED_DISTRIBUTIONS` applies. An error of `moefw`, such as `moefw.RunError`,
 is printed as a message.
-"""
 
-UPGRADE: Final = """## From 2 to 3
-
-Version 3 of the hook interface has one name for each kind. In a plugin for version 2:
-
-- `moefw.MemoryPlugin` is `moefw.MemoryPolicyPlugin`, `moefw.OptimizerMemoryPlugin` is
-  `moefw.OptimizerMemoryPolicyPlugin`. In tests, `MemorySuite` is `MemoryPolicySuite`, `OptimizerMemorySuite` is
-  `OptimizerMemoryPolicySuite`.
-- `Plugin.hook` is gone: a class has the kind of its base.
-- A dispatcher has types of its own for plan and handle: `moefw.Dispatcher[Plan, Handle]`. `moefw.DispatchPlan` and
-  `moefw.DispatchHandle` are gone: use what stood in their `detail`. `Pending.detail` is required; it may be None.
-- `rtol` and `row_scales` are class variables of a recipe or a policy, and no facts any more.
-- `pytest --moefw-context` is `--moefw-context-parallel`, `--moefw-memory` is `--moefw-memory-policy`; `moefw new
-  context` is `moefw new context_parallel`, `moefw new memory` is `moefw new memory_policy`.
-- `moefw_api = ">=3,<4"` states the new version. Hooks and sections of a spec are what they were.
+[Upgrade a plugin](upgrade.md) says what changed with each version of the hook interface.
 """
 
 
@@ -65,8 +51,7 @@ def page() -> Iterator[str]:
     for hook in (moefw_check, moefw_before_step, moefw_after_step):
         text = inspect.cleandoc(hook.__doc__ or "").replace("``", "`").partition("\n")[0]
         yield f"| `{hook.__name__}({', '.join(inspect.signature(hook).parameters)})` | {text} |"
-    yield f"\n{COMMANDS}"
-    yield UPGRADE.rstrip()
+    yield f"\n{COMMANDS.rstrip()}"
 
 
 def _name(kind: Kind) -> str:

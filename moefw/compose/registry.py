@@ -134,7 +134,8 @@ class Registry:
         except PluginError:
             raise
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{what}: {type(error).__name__}: {error}.", fix) from error
+            renamed = f" {hooks.UPGRADE_PAGE} lists what was renamed." if _lacks_a_name_of_ours(error) else ""
+            raise PluginError(f"{what}: {type(error).__name__}: {error}.", f"{fix}{renamed}") from error
         if not torch_was_there and "torch" in sys.modules:
             seconds = time.perf_counter() - began
             self.warnings.append(f"{who} takes {seconds:.1f} s to declare, as it imports torch. Import it in build().")
@@ -369,6 +370,20 @@ def _check_api(module: Any, label: str) -> None:
             f"plugin {label} states moefw_api = {versions!r}, which is no version range.", "For example '>=3,<4'."
         ) from error
     if not written_for.contains(hooks.API_VERSION):
-        changes = (text for version, text in hooks.CHANGES.items() if written_for.contains(version))
         what = f"plugin {label} is written for hook API {versions}; this moefw has {hooks.API_VERSION}."
-        raise PluginError(what, " ".join(("Install a version of it, or of moefw, that fits.", *changes)))
+        raise PluginError(what, f"Install a version of it, or of moefw, that fits.{_upgrade(written_for)}")
+
+
+def _lacks_a_name_of_ours(error: BaseException) -> bool:
+    """Whether an import failed at a module or a name of moefw, as that of a plugin for another version may."""
+    return isinstance(error, ImportError | AttributeError) and re.search(r"'moefw['.]", str(error)) is not None
+
+
+def _upgrade(written_for: SpecifierSet) -> str:
+    """Sentence that names the sections for the author of a plugin for an earlier version; else empty."""
+    current = int(hooks.API_VERSION.partition(".")[0])
+    earlier = [version for version in range(1, current) if written_for.contains(f"{version}.0")]
+    if not earlier:
+        return ""
+    sections = (f"'From {version} to {version + 1}'" for version in range(earlier[-1], current))
+    return f" {hooks.UPGRADE_PAGE}, {', '.join(sections)}, says what its author changes."

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 API_VERSION = "3.0"
 """Version of the hook interface. A plugin's ``moefw_api = ">=3,<4"`` is checked against it before use."""
 
-CHANGES: Final[Mapping[str, str]] = {
-    "2.0": "docs/guides/kinds.md says what its author changes.",
-}
-"""What a message says to the author of a plugin for an earlier version."""
+UPGRADE_PAGE: Final = "docs/guides/upgrade.md"
+"""Page with a section for each version: what the author of a plugin for the one before changes."""
 
 hookspec = pluggy.HookspecMarker("moefw")
 hookimpl = pluggy.HookimplMarker("moefw")

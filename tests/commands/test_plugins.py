@@ -176,7 +176,12 @@ BROKEN = {
     "is for another api": (
         'moefw_api = ">=2,<3"\n' + dispatcher("broken", "pass"),
         f"is written for hook API >=2,<3; this moefw has {moefw.API_VERSION}."
-        "Install a version of it, or of moefw, that fits. docs/guides/kinds.md says what its author changes",
+        "Install a version of it, or of moefw, that fits. "
+        "docs/guides/upgrade.md, 'From 2 to 3', says what its author changes.",
+    ),
+    "is for the first api": (
+        'moefw_api = ">=1,<2"\n' + dispatcher("broken", "pass"),
+        "docs/guides/upgrade.md, 'From 1 to 2', 'From 2 to 3', says what its author changes.",
     ),
     "written for a later version": (
         'moefw_api = ">=4"\n' + dispatcher("broken", "pass"),
@@ -185,6 +190,10 @@ BROKEN = {
     "a name of an earlier version": (
         "import moefw\nmoefw.MemoryPlugin",
         "has no attribute 'MemoryPlugin', which is MemoryPolicyPlugin since version 3 of the hook interface",
+    ),
+    "a module of an earlier version": (
+        "from moefw.core.build import BuildContext",
+        "No module named 'moefw.core.build'.Mend or uninstall bad-parts. docs/guides/upgrade.md lists what was renamed.",
     ),
     "returns the wrong class": (
         dispatcher("broken", "pass").replace("moefw_dispatchers", "moefw_routers"),
