@@ -145,6 +145,7 @@ def _route_kernel(
             tl.store(chosen + to, value_NK, mask=stored)
     counts += program * (num_experts + BESIDE.value)
     tl.store(counts + expert, count.to(tl.float32), mask=has_expert)
+    # In one store: two numbers on their own would be two narrow ones.
     beside = tl.arange(0, BESIDE.value)
     sums = tl.where(beside == 0, tl.sum(entropy, 0), tl.where(beside == 1, tl.sum(seen, 0), 0.0))
     tl.store(counts + num_experts + beside, sums)
