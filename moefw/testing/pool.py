@@ -8,7 +8,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from moefw.core.errors import ContractError
 from moefw.testing.frozen_stages import freeze_stages
 from moefw.testing.lateness import LOOK_S, Lateness, main_thread_s
+from moefw.testing.told import told
 
 COLLECTIVE_TIMEOUT_S = 120.0
 """Seconds after which gloo gives up: later than a job's usual limit, as the pool tells ranks that hang from slow ones,
@@ -80,7 +80,7 @@ class RankPool:
     def run(self, function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """``function(*args)`` of every rank of a gloo world, in rank order.
 
-        ``function`` must be importable by name. Raises ContractError, with a traceback for each failed rank, if a rank
+        ``function`` must be importable by name. Raises ContractError, with what each failed rank tells of it, if a rank
         fails, or has not answered after ``timeout_s`` and hangs. One that computes is waited for: see ``Lateness``.
         """
         if not 1 <= world <= self.size:
@@ -163,7 +163,7 @@ class RankPool:
 
 
 def _serve(pipe: Connection, port: int) -> None:
-    """Run the jobs that come through a pipe, and answer each with its status and its result or traceback."""
+    """Run the jobs that come through a pipe; answer each with its status, and its result or what is told of its end."""
     torch.set_num_threads(1)
     freeze_stages()
     _freeze()
@@ -186,8 +186,8 @@ def _serve(pipe: Connection, port: int) -> None:
             )
             status = "failed"
             answer = ("done", function(*args))
-        except BaseException:
-            answer = (status, traceback.format_exc())
+        except BaseException as error:
+            answer = (status, told(error))
         pipe.send_bytes(pickle.dumps(answer))
         if status == "unconnected":
             return

@@ -22,6 +22,7 @@ from moefw.testing.suites.base import Suite
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_ranks import Moved, moved, moved_twice
 from moefw.testing.threads import thread_world
+from moefw.testing.told import FRAME
 
 GONE: Final = ("Connection closed by peer", "Connection reset by peer", "Socket closed")
 """Parts of gloo's messages on a rank after another rank has ended."""
@@ -177,7 +178,7 @@ class DispatcherRunner(Suite):
             raise RefusedError(str(error)) from error
         except Exception as error:
             if isinstance(error, ContractError) and "PlanError" in str(error):
-                raise RefusedError(str(error).rsplit("PlanError:")[-1].strip()) from error
+                raise RefusedError(str(error).partition("PlanError:")[2].partition(FRAME)[0].strip()) from error
             raise FaultError(f"{crash(error)} With {case}.") from error
 
     def job(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -198,7 +199,7 @@ class DispatcherRunner(Suite):
                 self.pool.close()
                 return self.pool.run(function, world, *args, timeout_s=self.job_s)
         except ContractError as error:
-            if "no answer in time" in str(error) and "Traceback" not in str(error):
+            if "no answer in time" in str(error) and FRAME not in str(error):
                 known["hung"] = error
             raise
 
@@ -269,7 +270,7 @@ def crash(error: BaseException) -> str:
             return f"the ranks do not make the same collectives in the same order, and would hang: {message}"
         if "which awaits" in message:
             return f"the ranks disagree about what they send each other: {message}"
-        if "Traceback" in message:
+        if FRAME in message:
             return _raised(message)
         if "no answer in time" in message:
             return f"the ranks hang: some wait for a collective that others do not make: {message}"
@@ -280,9 +281,10 @@ def crash(error: BaseException) -> str:
 
 
 def _raised(message: str) -> str:
-    """Sentence for the first traceback that is not a consequence of another rank's end."""
+    """Sentence for the first exception that is not a consequence of another rank's end."""
     blocks = re.split(r"^(?=rank \d+: )", message, flags=re.MULTILINE)
-    failed = [block.rstrip() for block in blocks if "Traceback" in block]
+    failed = [block.rstrip() for block in blocks if FRAME in block]
     cause = next((block for block in failed if not any(words in block for words in GONE)), failed[0])
-    lines = cause.splitlines()
-    return f"raises {lines[-1]} ({lines[0].partition(':')[0]})\n" + "\n".join(lines[-5:]) + "\n"
+    sentence, frame, lines = cause.partition(FRAME)
+    rank, _, raised = sentence.partition(": ")
+    return f"raises {raised} ({rank}){frame}{lines}\n"
