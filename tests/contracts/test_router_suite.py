@@ -35,6 +35,11 @@ BROKEN: list[tuple[Any, str, str]] = [
     (routers.NamesStateThatIsNotThere, "declared_state", "has no buffer of that name"),
     (routers.UpdatesByHabit, "update_depends_on", "depends on more than the reduced statistics"),
     (routers.DropsAndCountsAfterwards, "statistics_count_every_choice", "dropped afterwards included"),
+    (
+        routers.DropsAndCountsAfterwards,
+        "statistics_count_every_choice",
+        "'top_k': 2, 'dim': 16, 'expert_dim': 16}, set",
+    ),
     (routers.ChoosesTwice, "routings_have_the_shapes", "chooses the same expert twice"),
     (routers.WeighsInHalf, "routings_have_the_shapes", "torch.float32 is right"),
     (routers.DividesByNoTokens, "no_tokens_and_one_token", "'z_loss'] is not finite"),
@@ -51,6 +56,13 @@ BIAS, Z_LOSS = {"kind": "expert_bias"}, {"kind": "z_loss", "coeff": 0.01}
 @pytest.mark.parametrize(("made", "check", "says"), BROKEN, ids=[f"{case[0].__name__}: {case[1]}" for case in BROKEN])
 def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], made: Any, check: str, says: str) -> None:
     must_catch(RouterSuite, routers.PLUGINS[made], check, says)
+
+
+@pytest.mark.parametrize("check", ["routings_have_the_shapes", "routing_looks_at_no_more"])
+def test_a_router_that_needs_other_sizes_is_told_of_the_dims_of_its_suite(
+    must_catch: Callable[..., None], check: str
+) -> None:
+    must_catch(RouterSuite, routers.NeedsAllExperts, check, "Set `dims` of the suite to sizes that fit.")
 
 
 class TestPlainRouter(RouterSuite):

@@ -91,6 +91,18 @@ class Plain(RouterPlugin):
         return self.made(context.site)
 
 
+@frozen
+class NeedsAllExperts(Plain):
+    """A token may go to all experts, as with expert choice."""
+
+    name: ClassVar[str] = "needs-all-experts"
+
+    def check(self, site: moefw.Site) -> Sequence[moefw.Problem]:
+        if site.dims.top_k < site.dims.num_experts:
+            return [moefw.Problem(f"top_k {site.dims.top_k} is less than all experts.", "Use more.")]
+        return []
+
+
 class CrowdsTheCrowded(PlainRouter):
     @torch.no_grad()
     def update(self, reduced: Mapping[str, Tensor]) -> None:

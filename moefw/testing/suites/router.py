@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moefw.core.contracts import Router
+from moefw.core.errors import PlanError
 from moefw.core.stages import Batch, Routing
 from moefw.runtime.naming import initialise
+from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.routing_case import (
     SEQUENCES,
@@ -46,13 +48,23 @@ class RouterSuite(Suite):
 
     def router(self, *, seed: int = 0, layer: int = 0) -> Any:
         """Router of a layer with random parameters, in training mode."""
-        context, assembly = open_context(self.layer_case(**self.dims))
+        context, assembly = open_context(self._sized())
         with torch.random.fork_rng():
             router = assembly.parts.routing.build(evolve(context, site=evolve(context.site, layer=layer)))
         assert isinstance(router, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
         assert isinstance(router, Router), f"{self.plugin.name} builds something that is no moefw.Router."
         initialise(router, seed=seed, std=lambda _: 0.3)
         return router
+
+    def _sized(self) -> LayerCase:
+        """Layer case of the sizes of the suite, which the plugin must accept."""
+        layer_case = self.layer_case(**self.dims)
+        try:
+            layer_case.assemble()
+        except PlanError as error:
+            what = f"{self.plugin.name} is refused with the sizes of the suite, {dict(self.dims)}: {error}"
+            raise AssertionError(f"{what} Set `dims` of the suite to sizes that fit.") from error
+        return layer_case
 
     def learned_router(self) -> Any:
         """Router with state that was updated once."""
@@ -423,7 +435,7 @@ class RouterSuite(Suite):
 
     def _partition(self, *, required: bool = True) -> Any:
         """Set of tokens that the router looks at; if ``required``, skip sets larger than a sequence."""
-        partition = self.layer_case(**self.dims).assemble().layers[0].facts.get("partition")
+        partition = self._sized().assemble().layers[0].facts.get("partition")
         if required and partition not in ("token", "sequence"):
             pytest.skip(f"{self.plugin.name} looks at one {partition}: what it computes depends on the split")
         return partition

@@ -130,7 +130,7 @@ def misshapen(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Iter
     shape = (tokens.num_tokens, dims["top_k"])
     num_experts = dims["num_experts"]
     if tuple(ids_TK.shape) != shape or ids_TK.dtype != torch.int64:
-        yield f"expert_ids_TK is {tuple(ids_TK.shape)} {ids_TK.dtype}; {shape} torch.int64 is right."
+        yield f"expert_ids_TK is {tuple(ids_TK.shape)} {ids_TK.dtype}; {shape} torch.int64 is right. {_cure(dims)}"
         return
     if tuple(weights_TK.shape) != shape or weights_TK.dtype != torch.float32:
         yield f"weights_TK is {tuple(weights_TK.shape)} {weights_TK.dtype}; {shape} torch.float32 is right."
@@ -172,7 +172,7 @@ def miscounted(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Ite
     if (counts_E < kept_E).any() or counts_E.sum() != num_choices:
         yield (
             f"tokens_per_expert adds up to {counts_E.sum():g}; {num_valid} valid tokens make {num_choices} "
-            "choices, those that are dropped afterwards included and masked tokens left out."
+            f"choices, those that are dropped afterwards included and masked tokens left out. {_cure(dims)}"
         )
     if routing.counts_host is not None and list(routing.counts_host) != kept_E.tolist():
         yield f"counts_host is {routing.counts_host}; experts are chosen {kept_E.tolist()} times."
@@ -180,3 +180,8 @@ def miscounted(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Ite
         yield f"num_rows is {routing.num_rows}; {int(kept_E.sum())} choices are not -1."
     if routing.capacity is not None and kept_E.max() > routing.capacity:
         yield f"an expert is chosen {int(kept_E.max())} times, above the capacity {routing.capacity}."
+
+
+def _cure(dims: Mapping[str, int]) -> str:
+    """What to do if a router is right with other sizes alone, as expert choice is that lets a token go to all."""
+    return f"If the router needs other sizes than {dict(dims)}, set `dims` of the suite."
