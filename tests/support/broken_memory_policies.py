@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import moefw
@@ -240,6 +241,21 @@ class AttachesAgain(_Policy):
 class AcceptsAnything(_Policy):
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         return ()
+
+
+@frozen
+class FreesTheGraph(_Policy):
+    """Computes gradients of a region in forward, which frees what backward needs."""
+
+    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        inputs, outputs = (
+            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            for tree in (args, result)
+        )
+        if inputs and outputs:
+            torch.autograd.grad(sum(output.sum() for output in outputs), inputs, allow_unused=True)
+        return result
 
 
 @frozen

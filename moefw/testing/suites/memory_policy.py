@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.contracts import MemoryPolicy
-from moefw.core.errors import MoefwError, PlanError
+from moefw.core.errors import ContractError, MoefwError, PlanError
 from moefw.core.facts import ANY
 from moefw.core.plugin import MemoryPolicyPlugin
 from moefw.testing.layer_case import LayerCase
@@ -157,7 +158,9 @@ class MemoryPolicySuite(Suite):
 
     def test_a_region_runs_once_in_forward(self) -> None:
         """A region runs at most once more in backward."""
-        calls, _ = probe_region(self.policy(), self._offered()[0])
+        region = self._offered()[0]
+        with self._named(region):
+            calls, _ = probe_region(self.policy(), region)
         says = f"{self.plugin.name} runs a region"
         assert calls[0] == 1, f"{says} {calls[0]} times in forward; once is right."
         assert calls[1] <= 2, f"{says} {calls[1] - calls[0]} times more in backward; once is enough."
@@ -192,18 +195,24 @@ class MemoryPolicySuite(Suite):
         """A policy may store them in another way than small ones."""
         region = self._offered()[0]
         for size in LARGE:
-            plain, treated = (region_of(size, policy, region) for policy in (None, self.policy()))
+            plain = region_of(size, None, region)
+            with self._named(region):
+                treated = region_of(size, self.policy(), region)
             self._same_results(plain, treated, f"if tensors have {size:,} elements")
 
     def test_slices_of_one_storage_are_told_apart(self) -> None:
         """Saved tensors may have one storage, shape and strides, and begin in different places."""
         region = self._offered()[0]
-        plain, treated = (halves_of_a_storage(policy, region) for policy in (None, self.policy()))
+        plain = halves_of_a_storage(None, region)
+        with self._named(region):
+            treated = halves_of_a_storage(self.policy(), region)
         self._same_results(plain, treated, "if a region saves two parts of one storage")
 
     def test_what_a_region_inside_computes_again_is_not_held(self) -> None:
         """Saved-tensor hooks do not stack: those of a policy ask ``stand_in`` for a replacement first."""
-        held, results = around_a_recomputed_region(self.policy(), self._offered()[0])
+        region = self._offered()[0]
+        with self._named(region):
+            held, results = around_a_recomputed_region(self.policy(), region)
         what = f"{self.plugin.name} holds {held:,} bytes of a tensor that a region inside will compute again."
         assert not held, f"{what} Call moefw.runtime.memory.dropped.stand_in first in the hooks of the policy."
         x = torch.linspace(0.0, 1.0, 1000, requires_grad=True)
@@ -254,8 +263,18 @@ class MemoryPolicySuite(Suite):
         """Every rank's results with the given regions treated; run once for all checks of the class."""
         key = tuple(regions), in_flight, language
         if key not in self._runs:
-            self._runs[key] = list(self.pool.run(observed, self.world, self.model(regions), in_flight, language))
+            with self._named(*regions):
+                self._runs[key] = list(self.pool.run(observed, self.world, self.model(regions), in_flight, language))
         return self._runs[key]
+
+    @contextmanager
+    def _named(self, *regions: str) -> Iterator[None]:
+        """Name the treated regions in an error of forward or backward: autograd's own says nothing of them."""
+        try:
+            yield
+        except (RuntimeError, ContractError) as error:
+            treated = f"with {', '.join(regions)} treated" if regions else "with no region treated"
+            raise AssertionError(f"{self.plugin.name}: {treated}, forward and backward fail: {error}") from error
 
     def _compare_regions(self, *, in_flight: bool) -> None:
         plain = self._observe((), in_flight=in_flight)
