@@ -15,6 +15,7 @@ from moefw.plugins.data.blend import Blend
 from moefw.plugins.data.megatron import Megatron
 from moefw.plugins.data.rows import JsonLines, Parquet
 from moefw.plugins.data.text import Text
+from moefw.testing.suites import data_source
 from moefw.testing.suites.data_source import DataSourceSuite
 
 LINES = [f"line {number} of many" for number in range(200)]
@@ -85,6 +86,10 @@ class TestSound(DataSourceSuite):
 class TestText(DataSourceSuite):
     plugin = Text
     files = staticmethod(texts)
+
+    def test_a_stream_may_be_longer_than_what_a_check_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(data_source, "MOST", 16)  # of which the last part that is read alone begins at 14
+        self.test_a_read_depends_on_its_position_alone()
 
 
 class TestTextOfOneFileInABPE(DataSourceSuite):
