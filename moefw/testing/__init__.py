@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from moefw.testing.layer_waits import LayerWaits, layer_waits
     from moefw.testing.oracle import Rule, Truth, dense_moe
     from moefw.testing.pool import RankPool
+    from moefw.testing.profiles import Profile
     from moefw.testing.suites.attention import AttentionSuite
-    from moefw.testing.suites.base import Profile, Suite
+    from moefw.testing.suites.base import Suite
     from moefw.testing.suites.context_parallel import ContextParallelSuite
     from moefw.testing.suites.data_source import DataSourceSuite
     from moefw.testing.suites.dispatcher import DispatcherSuite
@@ -33,7 +34,7 @@ _HOMES = {
     **{str(kind.suite): f"suites.{kind.name}" for kind in CERTIFIED.values()},
     "OptimizerMemoryPolicySuite": "suites.optimizer_memory_policy",
     "Suite": "suites.base",
-    "Profile": "suites.base",
+    "Profile": "profiles",
     "RankPool": "pool",
     "thread_world": "threads",
     "HostWaits": "host_waits",

@@ -11,9 +11,10 @@ import torch
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fill uninitialised memory with NaN inside this context; nondeterministic operations raise."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    # torch.use_deterministic_algorithms sets the same switch, and imports the compiler for it: a second.
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)

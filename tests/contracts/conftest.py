@@ -9,7 +9,8 @@ import hypothesis
 import pytest
 
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.base import Profile, Suite
+from moefw.testing.profiles import Profile
+from moefw.testing.suites.base import Suite
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from moefw.testing.combinations import Combination, combinations, drawn_from, us
 from moefw.testing.covering import all_pairs, fitting_pairs, met, pairs
 from moefw.testing.fit import Fit, named
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.base import PROFILES
+from moefw.testing.profiles import PROFILES
 from moefw.testing.suites.combination import CombinationSuite
 from moefw.testing.variants import OURS, Variant, variants
 from moefw.testing.verify import CombinationError, verify, verify_all

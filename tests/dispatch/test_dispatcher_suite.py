@@ -23,7 +23,7 @@ from moefw.plugins.dispatchers.deepep import DeepEP
 from moefw.plugins.dispatchers.hybridep import HybridEP
 from moefw.testing import DispatcherSuite
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.base import PROFILES, Profile
+from moefw.testing.profiles import PROFILES, Profile, smoke
 from static_alltoall import ROOM, StaticAllToAll
 
 ON_THREADS = [
@@ -126,6 +126,26 @@ def the_same_examples_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "WrongOrder",
+        "WeightsOfTheWrongRows",
+        "FillsPadding",
+        "KeepsAPlan",
+        "FailsWithoutTokens",
+        "WaitsInStart",
+        "RedispatchPlansAgain",
+        "IgnoresTheCapacity",
+    ],
+)
+def test_the_smoke_profile_finds_it(name: str) -> None:
+    held = suite(BROKEN[name], None, PROFILES["smoke"].worlds)
+    checks = [getattr(held, check) for check in dir(held) if check.startswith("test_")]
+    smoke_checks = [check for check in checks if smoke.mark in getattr(check, "pytestmark", ())]
+    assert any(said(check) for check in smoke_checks)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_whole_run_finds_it_too(pool: RankPool, name: str) -> None:
@@ -208,7 +228,8 @@ def test_an_installed_dispatcher_is_certified_in_an_empty_folder(tmp_path: Path)
         (["--moefw-dispatcher", "deepep", "--moefw-options", "{backend: nccl}"], "'nccl' is not one of the choices"),
         (["--moefw-dispatcher", "deepep", "--moefw-options", "{bakend: torch}"], "Did you mean 'backend'?"),
         (["--moefw-options", "{backend: torch}"], "exactly one of"),
-        (["--moefw-profile", "hard"], "use one of quick, ci, nightly"),
+        (["--moefw-profile", "hard"], "use one of smoke, quick, ci, nightly"),
+        (["--moefw-gemm", "loop", "--moefw-profile", "smoke"], "TestLoop has no checks for it. Use quick."),
     ],
 )
 def test_what_cannot_be_certified_is_a_usage_error_with_one_message(

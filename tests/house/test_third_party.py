@@ -22,7 +22,7 @@ from moefw.planner.report import Transfer
 from moefw.testing.layer_case import LayerCase, assert_matches, solve, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from moefw.testing.suites.base import PROFILES, Profile
+from moefw.testing.profiles import PROFILES, Profile
 from pairwise import deep
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

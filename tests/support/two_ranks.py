@@ -6,13 +6,13 @@ The memory suite trains the model under each region once for "no bit changes", a
 import pytest
 from attrs import evolve
 
-from moefw.testing.suites import base
+from moefw.testing import profiles
 
 LEFT_OUT = (
     "test_two_micro_batches_in_flight_change_no_bit",
     "test_auxiliary_losses_arrive_once",
 )
-base.PROFILES = {"quick": evolve(base.PROFILES["quick"], worlds=(1, 2))}
+profiles.PROFILES = {**profiles.PROFILES, "quick": evolve(profiles.PROFILES["quick"], worlds=(1, 2))}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,10 +6,9 @@ In every check, ``says`` begins the sentence of an assertion that fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import pytest
-from attrs import frozen
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -21,22 +20,7 @@ from moefw.core.kinds import kind_of
 from moefw.core.plugin import Plugin
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
-
-
-@frozen
-class Profile:
-    """Effort of a suite: the world sizes, the number of drawn examples per check, and whether each run draws others."""
-
-    worlds: tuple[int, ...]
-    examples: int
-    new_draws: bool = False
-
-
-PROFILES: Final[Mapping[str, Profile]] = {
-    "quick": Profile(worlds=(1, 2, 4), examples=12),
-    "ci": Profile(worlds=(1, 2, 4), examples=60),
-    "nightly": Profile(worlds=(1, 2, 4, 8), examples=600, new_draws=True),
-}
+from moefw.testing.profiles import Profile
 
 
 class Suite:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moefw.system.python import python
+from moefw.testing.profiles import smoke
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_run import DispatcherRunner, RefusedError, fail
 
@@ -17,6 +18,7 @@ from moefw.testing.suites.dispatch_run import DispatcherRunner, RefusedError, fa
 class DeclarationChecks(DispatcherRunner):
     """Checks that the declaration is pure and imports no torch."""
 
+    @smoke
     def test_it_can_be_built_and_its_declaration_is_pure(self) -> None:
         """Options resolve on some world; offers and needs are the same on each call."""
         refusals = []

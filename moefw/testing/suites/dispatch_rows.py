@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 
 from moefw.compose.spec.source import counted
+from moefw.testing.profiles import smoke
 from moefw.testing.suites import dispatch_assertions as assertions
 from moefw.testing.suites.dispatch_case import DispatchCase, unequal, usual
 from moefw.testing.suites.dispatch_order import equal_in_some_order
@@ -33,14 +34,17 @@ class RowChecks(DispatcherRunner):
         cases += [evolve(case, etp=2, seed=8) for case in cases if case.world in (2, 4)]
         return [evolve(case, **settings) for case in cases]
 
+    @smoke
     def test_tensors_have_the_shapes_and_dtypes_of_the_contract(self) -> None:
         """Rows and outputs in the tokens' dtype, weights fp32, counts int32."""
         self.holds(self.cases(), assertions.form)
 
+    @smoke
     def test_counts_offsets_and_host_counts_are_those_of_the_routing(self) -> None:
         """Dropped choices are not counted; groups are padded to the alignment; host and device counts are equal."""
         self.holds(self.cases(), assertions.groups)
 
+    @smoke
     def test_the_host_knows_the_counts_where_that_is_offered(self) -> None:
         """An offer of counts on the host means that ``counts_host`` is not None."""
         if "host" not in self.promised("counts"):
@@ -54,10 +58,12 @@ class RowChecks(DispatcherRunner):
 
         self.each(self.some(), look)
 
+    @smoke
     def test_rows_come_in_order_of_expert_source_rank_and_token(self) -> None:
         """Each row is its token, bit for bit."""
         self.holds(self.cases(), assertions.form, assertions.groups, assertions.order)
 
+    @smoke
     def test_rows_are_moved_bit_for_bit_whatever_they_hold(self) -> None:
         """NaN, infinities, minus zero, denormals."""
         same = same_bits if self.ordered else equal_in_some_order
@@ -76,6 +82,7 @@ class RowChecks(DispatcherRunner):
 
         self.each(self.some() + self.some(dtype="bf16"), look)
 
+    @smoke
     def test_redispatch_brings_rows_to_the_places_of_their_dispatch(self) -> None:
         """Where no order is promised, too: in backward, each row meets what the experts saved for its place."""
 
@@ -85,6 +92,7 @@ class RowChecks(DispatcherRunner):
 
         self.each([*self.some(), *self.some(row_alignment=4)], look)
 
+    @smoke
     def test_rows_of_keys_are_redispatched_bit_for_bit(self) -> None:
         """A plugin that offers ``row_keys`` moves any bf16 bits to the places of dispatch's rows; padding is zero."""
         self.promised("row_keys")
@@ -107,10 +115,12 @@ class RowChecks(DispatcherRunner):
 
         self.each(self.some() + self.some(row_alignment=4), look)
 
+    @smoke
     def test_each_row_carries_the_weight_of_its_choice(self) -> None:
         """Bit for bit; a weight may be negative, or 0 although its token is sent."""
         self.holds(self.cases(), assertions.form, assertions.groups, assertions.weights)
 
+    @smoke
     def test_rows_that_pad_a_group_are_zero_with_weight_zero(self) -> None:
         """Up to the alignment that was negotiated."""
         self.holds(self.cases(), assertions.form, assertions.groups, assertions.padding)
@@ -134,14 +144,17 @@ class RowChecks(DispatcherRunner):
         cases = self.some() + self.some(top_k=1, num_experts=4) + self.some(skew="one", dtype="bf16")
         self.each(cases, look)
 
+    @smoke
     def test_combine_of_dispatch_is_the_sum_of_what_the_experts_give(self) -> None:
         """Only the experts apply the weights."""
         self.holds(self.cases(), assertions.form, assertions.groups, assertions.output)
 
+    @smoke
     def test_rows_get_the_gradients_of_their_tokens_outputs(self) -> None:
         """Bit for bit: the dual of a sum is a copy."""
         self.holds(self.cases(), assertions.groups, assertions.row_gradients)
 
+    @smoke
     def test_gradients_of_tokens_and_weights_are_the_true_ones(self) -> None:
         """Over all experts of a token, on any rank."""
 
@@ -169,6 +182,7 @@ class RowChecks(DispatcherRunner):
 
         self.each(self.some() + self.some(skew="one", dropped=0.0), look)
 
+    @smoke
     def test_without_gradients_nothing_is_saved_and_nothing_changes(self) -> None:
         """Under ``torch.no_grad``, as in evaluation."""
 

@@ -9,6 +9,7 @@ import pytest
 from attrs import evolve
 
 from moefw.compose.spec.source import counted
+from moefw.testing.profiles import smoke
 from moefw.testing.suites import dispatch_assertions as assertions
 from moefw.testing.suites import dispatch_overlap as overlap
 from moefw.testing.suites.dispatch_case import DispatchCase
@@ -52,6 +53,7 @@ class StateChecks(RowChecks):
 
         self.each([*self.some(), *self.some(top_k=1, skew="one"), *self.some(row_alignment=4)], look)
 
+    @smoke
     def test_nothing_on_the_dispatcher_changes_between_calls(self) -> None:
         """The plan and the handle hold all state of a movement. Its class and its module do not change, either."""
 
@@ -118,6 +120,7 @@ class StateChecks(RowChecks):
         """Combine and redispatch give the same result each time, also after later plans and movements."""
         self.same(self.some(), overlap.handles, "a handle or a plan cannot be used again")
 
+    @smoke
     def test_redispatch_moves_other_values_along_the_same_way(self) -> None:
         """The result equals a dispatch of these values, gradients included."""
         self.same(self.some(), overlap.redispatched, "redispatch of twice the tokens is not a dispatch of them")
@@ -140,10 +143,12 @@ class StateChecks(RowChecks):
         """An exception in the experts, a plan without a dispatch, a forward without a backward."""
         self.same(self.some(), overlap.after_failures, "a movement that was given up leaves something behind")
 
+    @smoke
     def test_close_may_be_called_twice_and_a_new_one_built(self) -> None:
         """``close`` only frees resources."""
         self.same(self.some(), overlap.reopened, "a dispatcher built after another was closed gives something else")
 
+    @smoke
     def test_inputs_are_left_as_they_are(self) -> None:
         """The caller owns tokens, weights, ids, rows and the gradient of the output."""
         self.holds(self.cases(), assertions.spoiled)
@@ -184,6 +189,7 @@ class StateChecks(RowChecks):
         why = "counts that stay on the device lead to other rows than counts on the host"
         self.same([*self.some(), *self.some(dropped=0.0)], overlap.unasked_counts, f"Routing.num_rows: {why}")
 
+    @smoke
     def test_groups_are_padded_to_the_capacity_of_all_source_ranks(self) -> None:
         """``Routing.capacity``, where padded rows are offered."""
         if "padded" not in self.promised("rows"):

@@ -8,6 +8,7 @@ import pytest
 from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
+from moefw.testing.profiles import smoke
 from moefw.testing.suites.dispatch_case import SKEWS, DispatchCase
 from moefw.testing.suites.dispatch_ranks import opened
 from moefw.testing.suites.dispatch_run import DispatcherRunner
@@ -49,6 +50,7 @@ def budgeted(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> l
 class StaticChecks(DispatcherRunner):
     """Checks of dispatchers that offer only static rows."""
 
+    @smoke
     def test_a_static_budget_holds_whatever_the_routing(self) -> None:
         """The number of rows is the same for every routing. A step that is repeated ``dropless`` drops none of them."""
         if tuple(self.offers().get("rows", ())) != ("static",):

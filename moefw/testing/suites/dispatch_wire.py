@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from moefw.testing.profiles import smoke
 from moefw.testing.suites.dispatch_case import DispatchCase, unequal
 from moefw.testing.suites.dispatch_recording import Event
 from moefw.testing.suites.dispatch_run import DispatcherRunner
@@ -58,6 +59,7 @@ class WireChecks(DispatcherRunner):
 
         self.each(self.worlds(), look)
 
+    @smoke
     def test_movements_are_under_way_between_start_and_finish(self) -> None:
         """In forward and backward: finish's backward launches the dual, start's backward waits for it."""
 
