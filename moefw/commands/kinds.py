@@ -15,9 +15,9 @@ HEAD: Final = """# Kinds of plugin
 Written by `moefw plugins --kinds`; a test compares.
 
 A plugin is a module that implements hooks with `@moefw.hookimpl`. A kind has one name: `moefw new NAME` writes a
-package, `pytest --moefw-NAME` certifies one that is installed (with hyphens for underscores). A hook returns a list of
-classes that extend the base; `build` of such a class returns what is in the last column, or else the class does the
-work itself.
+package, `pytest --moefw-NAME` certifies one that is installed (with hyphens for underscores); [Suites](suites.md) says
+what a test class may set, and what certifying costs. A hook returns a list of classes that extend the base; `build` of
+such a class returns what is in the last column, or else the class does the work itself.
 """
 
 COMMANDS: Final = """## Commands

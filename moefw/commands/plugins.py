@@ -34,7 +34,8 @@ HEADINGS = ("kind", "name", "distribution", "usable here", "what it is")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--kinds", is_flag=True, help="Print the page docs/guides/kinds.md: the kinds of plugin.")
 @click.option("--facts", is_flag=True, help="Print the page docs/guides/facts.md: the words of offers and needs.")
-def plugins(name: str | None, as_json: bool, kinds: bool, facts: bool) -> None:
+@click.option("--suites", is_flag=True, help="Print what a test class of each contract suite may set.")
+def plugins(name: str | None, as_json: bool, kinds: bool, facts: bool, suites: bool) -> None:
     """List every part by kind: distribution, version, usable here; observers; what is not allowed.
 
     With NAME, tell of that part alone why it is not usable here, or only in part, and its options. --json tells both
@@ -42,6 +43,11 @@ def plugins(name: str | None, as_json: bool, kinds: bool, facts: bool) -> None:
     """
     if kinds or facts:
         click.echo("\n".join(kinds_page() if kinds else facts_page()))
+        return
+    if suites:
+        from moefw.commands.suites import page as suites_page  # imports torch
+
+        click.echo("\n".join(suites_page()).rstrip())
         return
     registry = Registry()
     problems = registry.load_all()

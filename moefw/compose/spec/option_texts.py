@@ -1,4 +1,4 @@
-"""Texts of options: the string literals under the fields of a class of options, read from its source."""
+"""Texts of options and of suites' attributes: the string literals under the fields of a class, read from its source."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ def option_texts(cls: type[Any]) -> Mapping[str, str]:
 
     An option that a subclass declares again without a text keeps that of the base class.
     """
-    texts = {name: text for base in reversed(cls.__mro__) for name, text in _own_texts(base).items()}
+    bases = [base for base in reversed(cls.__mro__) if attrs.has(base) and _declares_options(base)]
+    texts = {name: text for base in bases for name, text in field_texts(base).items()}
     return {field.name: texts[field.name] for field in attrs.fields(cls) if field.init and field.name in texts}
 
 
+def _declares_options(cls: type[Any]) -> bool:
+    return not all(field.inherited for field in attrs.fields(cls))
+
+
 @cache
-def _own_texts(cls: type[Any]) -> Mapping[str, str]:
-    """Texts of the fields that a class itself declares. Empty without its source, as in a package of compiled files."""
-    if not attrs.has(cls) or all(field.inherited for field in attrs.fields(cls)):
-        return {}
+def field_texts(cls: type[Any]) -> Mapping[str, str]:
+    """Text of each annotated name that a class itself declares with one, on one line.
+
+    Empty without its source, as in a package of compiled files.
+    """
     try:
         module = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError):

@@ -43,18 +43,19 @@ Reference = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 
 class AttentionSuite(Suite):
-    """Tests an attention against its contract: what it may see, its formula in fp64, heads split over ranks.
-
-    ``reference(weights, x_SD, positions_S) -> out_SD`` is the formula for one document, written densely. ``weights``
-    are the parameters by canonical name, everything is fp64. Without one, its check is skipped. ``dim`` is the width
-    of the model. ``policies`` names a memory plugin for each mechanism of a region. ``context_parallels`` are the
-    algorithms to try: those that take the ``core`` of the attention.
-    """
+    """Tests an attention against its contract: what it may see, its formula in fp64, heads split over ranks."""
 
     dim: ClassVar[int] = 16
+    """Width of the model."""
     reference: ClassVar[Reference | None] = None
+    """Formula for one document, written densely: ``reference(weights, x_SD, positions_S) -> out_SD``, all in fp64.
+
+    ``weights`` are the parameters by canonical name. None: its check is skipped.
+    """
     policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}
+    """A memory policy to try for each mechanism of a region."""
     context_parallels: ClassVar[Sequence[str]] = ("allgather_kv", "ring_attention", "ulysses")
+    """Algorithms to try: of these, those that take the ``core`` of the attention."""
 
     def on(self, **settings: Any) -> LayerCase:
         """Layer case with the attention."""

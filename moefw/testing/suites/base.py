@@ -26,15 +26,18 @@ from moefw.testing.profiles import Profile
 class Suite:
     """Tests one plugin against its contract. pytest only needs a subclass named ``Test...`` that sets ``plugin``.
 
-    ``options`` are the plugin's options in a spec. The plugin's offers decide what is checked: a promise that is not
-    kept fails, one that is not made skips with the reason. ``parts`` fills the other sections of the spec.
-    ``repeats`` False: the part is correct, but two runs do not give the same bits (because of atomics, for example).
+    The plugin's offers decide what is checked: a promise that is not kept fails, one that is not made skips with the
+    reason. The attributes with a text are settings of a subclass; ``moefw plugins --suites`` lists them.
     """
 
     plugin: ClassVar[type[Plugin]]
+    """The plugin under test: a class."""
     options: ClassVar[Mapping[str, Any]] = {}
+    """The plugin's options, the keys next to ``use:`` in a spec."""
     parts: ClassVar[Mapping[str, Any]] = {}
+    """Other sections of the spec: ``{"gemm": {"use": "loop"}}``."""
     repeats: ClassVar[bool] = True
+    """False: the part is correct, but two runs do not give the same bits, because of atomics, for example."""
 
     pool: RankPool
     profile: Profile

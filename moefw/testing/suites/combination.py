@@ -19,16 +19,16 @@ from moefw.testing.verify import verify, verify_all
 class CombinationSuite(Suite):
     """Combines ``plugin``, of any kind, with the built-in parts in specs, and runs these on real ranks.
 
-    A layer is compared with the oracle; a whole model in pipeline stages with the same model in one.
-
-    ``options``: the plugin's options in a spec; by default each choice of the options that have no default. ``rtol``:
-    a precision's tolerance relative to fp64. ``parts`` fixes other sections. ``include`` names installed plugins that
-    are combined, too; ``exclude`` those that are not.
+    A layer is compared with the oracle; a whole model in pipeline stages with the same model in one. Without
+    ``options``, each choice of the options that have no default is combined.
     """
 
     rtol: ClassVar[float | None] = None
+    """A precision's largest error relative to fp64. None: the one that it states."""
     include: ClassVar[Sequence[str]] = ()
+    """Names of installed plugins that are combined, too."""
     exclude: ClassVar[Sequence[str]] = ()
+    """Names of plugins that are not combined."""
     _fit: ClassVar[Fit]
 
     def fit(self) -> Fit:

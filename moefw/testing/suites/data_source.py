@@ -38,12 +38,10 @@ class _Prepared:
 
 
 class DataSourceSuite(Suite):
-    """Tests a data source against its contract.
-
-    ``files`` writes files to a folder, and returns the options that name them. None: ``options`` are all.
-    """
+    """Tests a data source against its contract."""
 
     files: ClassVar[Callable[[Path], Mapping[str, Any]] | None] = None
+    """Function that writes files to a folder, and returns the options that name them. None: ``options`` are all."""
 
     def test_ids_are_those_of_the_vocabulary(self) -> None:
         """A read returns so many ids, int64, from 0 to the size of the vocabulary."""

@@ -69,15 +69,14 @@ class Bench:
 
 
 class GemmSuite(Suite):
-    """Tests an expert computation against its contract: the dense formula in fp64, row by row.
-
-    ``dims`` are the sizes of the layer. ``rtol`` names the precision recipes to try, each with the largest error
-    allowed as a share of a tensor's largest value. ``policies`` names a memory plugin for each mechanism of a region.
-    """
+    """Tests an expert computation against its contract: the dense formula in fp64, row by row."""
 
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 4, "top_k": 2, "dim": 16, "expert_dim": 32}
+    """Sizes of the layer."""
     rtol: ClassVar[Mapping[str, float]] = {"fp32": 1e-5, "bf16": 4e-2}
+    """Precision recipes to try, each with the largest error allowed, as a share of a tensor's largest value."""
     policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}
+    """A memory policy to try for each mechanism of a region."""
 
     def on(self, precision: str = "", formula: Formula = PLAIN, **parts: Any) -> LayerCase:
         """Layer case with a precision recipe (the first that fits), a formula and other parts."""

@@ -28,16 +28,16 @@ MAX_SECONDS = 1.0
 
 
 class LayoutSuite(Suite):
-    """Tests a layout against its contract: plans are consistent arithmetic, and opened groups are those of the plan.
-
-    ``meshes`` lists the axes of each mesh. ``drawn`` draws options; None: only ``options``.
-    ``opened`` are sets of options to open on ranks, in addition to ``options``.
-    """
+    """Tests a layout against its contract: plans are consistent arithmetic, and opened groups are those of the plan."""
 
     meshes: ClassVar[Sequence[Sequence[str]]] = (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
+    """Axes of each mesh, the outermost first."""
     drawn: ClassVar[st.SearchStrategy[Mapping[str, Any]] | None] = None
+    """Strategy of Hypothesis that draws options. None: only ``options`` are planned."""
     opened: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    """Sets of options to open on ranks, in addition to ``options``."""
     max_world: ClassVar[int] = 96
+    """Largest number of ranks that is planned."""
 
     def layout(self, options: Mapping[str, Any] | None = None) -> Any:
         """Declaration with options, read as from a spec."""

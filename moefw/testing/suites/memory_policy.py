@@ -45,17 +45,17 @@ class MemoryPolicySuite(Suite):
 
     If the plugin states an ``rtol``, the gradients of a model of one layer may differ by this share of their largest
     value; results of forward may not.
-
-    ``regions`` are those to treat; if empty, all that the model and the GEMM offer for the plugin's mechanism.
-    ``holding`` names the regions that contain the dispatch, in which its metadata may be exchanged again; ``movements``
-    those that need a policy that can repeat a movement (``wrap_movement``).
     """
 
     plugin: ClassVar[type[MemoryPolicyPlugin]]
     regions: ClassVar[Sequence[str]] = ()
+    """Regions to treat. Empty: all that the model and the GEMM offer for the plugin's mechanism."""
     holding: ClassVar[Sequence[str]] = ("layer",)
+    """Regions that contain the dispatch, in which its metadata may be exchanged again."""
     movements: ClassVar[Sequence[str]] = ("dispatch",)
+    """Regions that need a policy which can repeat a movement (``wrap_movement``)."""
     world: ClassVar[int] = 2
+    """Number of ranks of the whole models."""
     _runs: ClassVar[dict[Any, list[Observed]]]
     """Runs that several checks of a class look at, by what they observe."""
 

@@ -28,9 +28,10 @@ STEPS: Final = 3
 
 
 class OptimizerSuite(Suite):
-    """Tests an optimizer against its contract, with parameters and gradients that are drawn. ``lr``: its rate."""
+    """Tests an optimizer against its contract, with parameters and gradients that are drawn."""
 
     lr: ClassVar[float] = 0.01
+    """Learning rate."""
 
     def test_it_updates_each_parameter_in_one_group(self) -> None:
         """``build`` returns a torch optimizer over all parameters."""

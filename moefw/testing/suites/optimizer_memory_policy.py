@@ -38,13 +38,13 @@ class Closed(OptimizerPlugin):
 
 
 class OptimizerMemoryPolicySuite(Suite):
-    """Tests a memory policy of the optimizer's states against its contract, with given gradients.
-
-    ``rtol``: largest deviation from the untreated run, of a state as a share of its tensor's largest value, of a
-    parameter as a share of the learning rate; None: no bit may differ.
-    """
+    """Tests a memory policy of the optimizer's states against its contract, with given gradients."""
 
     rtol: ClassVar[float | None] = 0.05
+    """Largest deviation from the untreated run. None: no bit may differ.
+
+    Of a state as a share of its tensor's largest value, of a parameter as a share of the learning rate.
+    """
 
     def layer_case(self, **settings: Any) -> LayerCase:
         """Layer case with the plugin as its only policy."""

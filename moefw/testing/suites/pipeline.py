@@ -49,13 +49,12 @@ class _Case:
 
 
 class PipelineSuite(Suite):
-    """Tests a schedule against its contract: the order of passes as arithmetic, then whole models against one stage.
-
-    ``ranks`` and ``micro_batches`` are the numbers that are tried, each of one with each of the other.
-    """
+    """Tests a schedule against its contract: the order of passes as arithmetic, then whole models against one stage."""
 
     ranks: ClassVar[Sequence[int]] = (1, 2, 3, 4, 8)
+    """Numbers of ranks that are tried, each with each number of micro-batches."""
     micro_batches: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 24, 64)
+    """Numbers of micro-batches of a step."""
 
     def test_every_rank_has_as_many_stages(self) -> None:
         """``rank_of`` gives each rank ``chunks`` stages."""

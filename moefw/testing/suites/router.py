@@ -42,9 +42,10 @@ NEAR_TIES = 0.05
 
 
 class RouterSuite(Suite):
-    """Tests a router against its contract. ``dims`` are the sizes of its layer."""
+    """Tests a router against its contract."""
 
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 8, "top_k": 2, "dim": 16, "expert_dim": 16}
+    """Sizes of its layer, which the router must accept."""
 
     def router(self, *, seed: int = 0, layer: int = 0) -> Any:
         """Router of a layer with random parameters, in training mode."""

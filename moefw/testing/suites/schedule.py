@@ -11,9 +11,10 @@ from moefw.testing.suites.base import Suite
 
 
 class ScheduleSuite(Suite):
-    """Tests a schedule against its contract. ``steps`` are the lengths of runs that are tried."""
+    """Tests a schedule against its contract."""
 
     steps: ClassVar[Sequence[int]] = (1, 2, 3, 10, 100, 1000)
+    """Lengths of runs that are tried, in steps."""
 
     def test_a_factor_is_a_finite_number_from_0_on(self) -> None:
         """The learning rate is multiplied by it."""
