@@ -35,6 +35,13 @@ class Candidate:
         body = {"plugin": self.declaration, "options": dict(self.options), "__module__": __name__}
         return type(f"Test{name}", (base,), body)
 
+    def chosen(self) -> dict[str, Any]:
+        """The choice of the plugin in a spec, with options that the suite fills in, such as regions."""
+        try:
+            return dict(self.suite()().chosen)
+        except pytest.skip.Exception:  # nothing here allows what it does: each check says so
+            return {"use": self.declaration.name, **self.options}
+
 
 def candidates(config: pytest.Config) -> list[Candidate]:
     """Plugins that the command line names. Raises UsageError for a wrong name or option."""
@@ -60,15 +67,17 @@ def _candidate(kind: Kind, name: str, written: str | None, registry: Registry) -
         raise pytest.UsageError(
             f"--moefw-options: {name} has no option {unknown[0]!r}. {nearest(unknown[0], known)}".strip()
         )
-    missing = [option for option, field in known.items() if field.default is attrs.NOTHING and option not in options]
+    candidate = Candidate(kind, declaration, options)
+    chosen = candidate.chosen()
+    missing = [option for option, field in known.items() if field.default is attrs.NOTHING and option not in chosen]
     if missing:
         example = ", ".join(f"{option}: {_example(known[option].type)}" for option in missing)
         raise pytest.UsageError(
             f"{kind.option} {name}: it cannot be named without {', '.join(missing)}. "
             f"Pass --moefw-options '{{{example}}}'."
         )
-    _check(kind, declaration, options)
-    return Candidate(kind, declaration, options)
+    _check(kind, chosen)
+    return candidate
 
 
 def _with_nearest(error: PluginError, name: str, kind: Kind, registry: Registry) -> str:
@@ -98,12 +107,12 @@ def _options(written: str | None) -> dict[str, Any]:
     return dict(tree)
 
 
-def _check(kind: Kind, declaration: type[Plugin], options: Mapping[str, Any]) -> None:
+def _check(kind: Kind, chosen: Mapping[str, Any]) -> None:
     """Raise UsageError for invalid option values. Whether options fit a world is left to the suite."""
     from moefw.testing.layer_case import LayerCase
 
     try:
-        LayerCase(parts=kind.spec({"use": declaration.name, **options})).assemble()
+        LayerCase(parts=kind.spec(chosen)).assemble()
     except SpecError as error:
         raise pytest.UsageError(f"--moefw-options: {error}") from error
     except MoefwError:

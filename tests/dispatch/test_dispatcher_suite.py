@@ -219,6 +219,13 @@ def test_an_installed_dispatcher_is_certified_in_an_empty_folder(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("options", ["{}", "{regions: [attention]}"])
+def test_a_memory_policy_is_certified_with_regions_and_without(tmp_path: Path, options: str) -> None:
+    chosen = ("--moefw-memory-policy", "recompute", "--moefw-options", options)
+    done = certify(tmp_path, *chosen, "-k", "a_region_runs_once", "-q")
+    assert "1 passed" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -49,7 +49,7 @@ class MemoryPolicySuite(Suite):
 
     plugin: ClassVar[type[MemoryPolicyPlugin]]
     regions: ClassVar[Sequence[str]] = ()
-    """Regions to treat. Empty: all that the model and the GEMM offer for the plugin's mechanism."""
+    """Regions to treat. Empty: those of ``options``, or else all that are offered for the plugin's mechanism."""
     holding: ClassVar[Sequence[str]] = ("layer",)
     """Regions that contain the dispatch, in which its metadata may be exchanged again."""
     movements: ClassVar[Sequence[str]] = ("dispatch",)
@@ -91,8 +91,9 @@ class MemoryPolicySuite(Suite):
 
     def _offered(self) -> Sequence[str]:
         """Regions to treat, in order."""
-        if self.regions:
-            return self.regions
+        chosen: Sequence[str] = self.regions or self.options.get("regions", ())
+        if chosen:
+            return chosen
         assembly = self.model((), world=1).assemble()
         site = assembly.site.at(0)
         mechanism = getattr(self.plugin, "mechanism", None)
