@@ -101,6 +101,7 @@ __all__ = [
     "OptimizerPlugin",
     "OptimizerPolicy",
     "OptimizerStates",
+    "Pair",
     "Pending",
     "PipelinePlugin",
     "PlanError",

@@ -59,6 +59,7 @@ from moefw.core.plugin import RouterPlugin as RouterPlugin
 from moefw.core.plugin import SchedulePlugin as SchedulePlugin
 from moefw.core.records import Action as Action
 from moefw.core.records import Canonical as Canonical
+from moefw.core.records import Pair as Pair
 from moefw.core.records import SavedOperand as SavedOperand
 from moefw.core.records import Shard as Shard
 from moefw.core.records import Stage as Stage

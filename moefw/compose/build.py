@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -16,16 +16,17 @@ from moefw.core.context import BuildContext, ExpertGroup, ModelContext
 from moefw.core.contracts import ContextAttention, Layout, MemoryPolicy, Precision
 from moefw.core.errors import ContractError, PluginError
 from moefw.core.plugin import Plugin
-from moefw.core.records import Action, Shard, Side
+from moefw.core.records import Order, Shard, Side
 from moefw.core.site import Site
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory.dropped import drops
 from moefw.runtime.naming import expert_parameters
 from moefw.runtime.parallel.cp_blocks import layouts_by_cp
-from moefw.runtime.parallel.opened_layout import open_by
+from moefw.runtime.parallel.opened_layout import open_by, second_group
 from moefw.runtime.phases import Phase, straight
 from moefw.runtime.pipeline.placement import Stages
 from moefw.runtime.pipeline.stage import Pipelined
+from moefw.runtime.pipeline.timeline import one_by_one
 
 if TYPE_CHECKING:
     from moefw.runtime.parallel.sharding import Sharding
@@ -72,7 +73,10 @@ class Watch(Protocol):
 
 @frozen(kw_only=True, eq=False)
 class LayerContext(BuildContext):
-    """Context of one layer's parts. ``recipes``: the precision recipe and its fallback."""
+    """Context of one layer's parts. ``recipes``: the precision recipe and its fallback.
+
+    ``merges``: whether the forward of a micro-batch runs beside the backward of another.
+    """
 
     site: Site
     facts: Mapping[str, Any]
@@ -86,6 +90,7 @@ class LayerContext(BuildContext):
     layouts: Mapping[int | None, Layout] = Factory(dict)
     context_attentions: Mapping[int | None, ContextAttention] = Factory(dict)
     watch: Watch | None = None
+    merges: bool = False
 
     @property
     def local_experts(self) -> range:
@@ -113,6 +118,7 @@ class LayerContext(BuildContext):
             ranks=ranks,
             nodes=tuple(rank // layout.ranks_per_node for rank in ranks),
             open=layout.open,
+            second_group=self.shared(("second group", ranks), partial(second_group, ranks)) if self.merges else None,
         )
 
     def keeps_high_precision(self, module: str) -> bool:
@@ -179,7 +185,7 @@ class LayerContext(BuildContext):
         """Phases of a layer under the policy of ``layer``, which turns them into one."""
         if "layer" in self.policies:
             phases = (straight(phases),)
-        phases = tuple(self.region("layer", phase) for phase in phases)
+        phases = tuple(phase.wrapped(partial(self.region, "layer")) for phase in phases)
         return drops(phases) if any(policy.drops_outputs for policy in self.policies.values()) else phases
 
     def shared(self, key: Any, factory: Callable[[], T]) -> T:
@@ -199,6 +205,7 @@ def bare_context(
         device=device,
         held=shared,
         in_high_precision=assembly.parts.precision.keeps_high_precision,
+        merges=assembly.parts.pipeline.merges,
     )
 
 
@@ -234,9 +241,11 @@ class ModelParts(ModelContext):
         """The pipeline stages of each position on pp."""
         return self.assembly.stages
 
-    def order(self, micro_batches: int) -> Sequence[Sequence[Action]]:
+    def order(self, micro_batches: int) -> Order:
         """Passes of each position on pp in a step of so many micro-batches."""
         pipeline = self.assembly.parts.pipeline
+        if len(self.stages) == 1 and not pipeline.merges:
+            return [one_by_one(micro_batches)]
         with self.assembly.registry.calling(pipeline, "order()"):
             return pipeline.order(len(self.stages), micro_batches)
 
@@ -365,18 +374,27 @@ def build_model(
     """Construct the model of an assembly on ``device``. Its parameters are not initialised.
 
     ``shard_by``: what shards parameters in the place of FSDP, if the layout shards any. ``watch`` follows the regions.
-    Raises PluginError for a model that offers ``split: pp`` and has no stages.
+    Raises PluginError for a model without stages that a pipeline, or phases one by one, need.
     """
     context = ModelParts(assembly, layout, device, shared, shard_by=shard_by, watch=watch)
     with torch.device(device), assembly.registry.calling(assembly.parts.model, "build()"):
         model: nn.Module = assembly.parts.model.build(context)
-    if len(assembly.stages) > 1 and not isinstance(model, Pipelined):
+    if not isinstance(model, Pipelined) and (why := _why_stages(assembly)):
         built = f"model {assembly.parts.model.name!r} builds a {type(model).__name__}"
         raise PluginError(
-            f"{built}, which has no stages for a pp above 1.",
+            f"{built}, which has no stages for {why}.",
             "Give it stages and a link (moefw.runtime.pipeline.stage.Pipelined).",
         )
     return context.whole(model)
+
+
+def _why_stages(assembly: Assembly) -> str:
+    """What a model needs stages for; empty if it needs none."""
+    if len(assembly.stages) > 1:
+        return "a pp above 1"
+    if assembly.parts.pipeline.merges:
+        return f"the pipeline {assembly.parts.pipeline.name}, which merges passes"
+    return "train.delay_wgrads" if assembly.spec.train.delay_wgrads else ""
 
 
 def _sharding(layout: Layout, shard_by: Callable[[Layout], Sharding] | None) -> Sharding | None:

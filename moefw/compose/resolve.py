@@ -92,6 +92,7 @@ def assemble_tree(
     work.choose(spec)
     device = "auto" if spec.run is UNKNOWN or spec.run.device is UNKNOWN else spec.run.device
     work.check_regions()
+    work.check_phases(spec.train)
     layout = work.lay_out(world)
     machine = machine or this_machine(device)
     site, layers = work.fit(layout, machine, trains=trains)
@@ -359,6 +360,24 @@ class _Resolution:
                     if owner != (placed, index):
                         what = f"{placed} and {owner[0]} both treat region {region!r}."
                         self.tell((*placed.path, "regions", index), Problem(what, "Name it once."))
+
+    def check_phases(self, train: TrainSpec) -> None:
+        """Report policies that turn the phases of a layer into one, where something runs these one by one."""
+        pipeline = self._find("pipeline")
+        who: list[str] = []
+        with self.asking(("train", "delay_wgrads")):
+            who += ["train.delay_wgrads"] if train.delay_wgrads else []
+        if pipeline:
+            with self.asking(pipeline.path, pipeline.part, "merges"):
+                who += [f"the pipeline {pipeline.part.name}"] if pipeline.part.merges else []
+        if not who:
+            return
+        for placed in self.placed:
+            with self.asking(placed.path, placed.part, "regions"):
+                if placed.section == "memory" and "layer" in placed.part.regions:
+                    what = f"{placed} makes the layer one phase, and {who[-1]} runs the phases of a layer one by one."
+                    fix = "Name regions inside of it instead, such as attention, router and experts."
+                    self.tell((*placed.path, "regions", placed.part.regions.index("layer")), Problem(what, fix))
 
     def lay_out(self, world: int | None) -> LayoutPlan | None:
         """Return the layout plan of the world, or report why there is none."""

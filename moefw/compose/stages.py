@@ -10,6 +10,7 @@ from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import PlanError, Problem
 from moefw.core.plugin import ModelPlugin, PipelinePlugin
+from moefw.core.records import Pair
 from moefw.runtime.pipeline.placement import Stages, place
 
 
@@ -26,16 +27,55 @@ def stage_problems(
     """Yield why layers do not fill the stages, or micro-batches the schedule. ``Problem.where``: a key."""
     ranks = layout.sizes.get("pp", 1)
     if ranks == 1:
+        if pipeline.merges:
+            yield from _problems_without_pp(pipeline, layout, train)
         return
     try:
         stages_of(pipeline, model, layout)
     except PlanError as error:
         where = "parallel.pp" if pipeline.layout is None else "pipeline.layout"
         yield from (evolve(problem, where=where) for problem in error.problems)
-    where = "train.tokens_per_step"
     if train.packing == "none":
-        count = train.tokens_per_step // (train.micro_batch * train.seq_len * layout.sizes.get("dp", 1))
-        yield from (evolve(problem, where=where) for problem in pipeline.check_batches(ranks, max(1, count)))
+        yield from _problems_of_step(pipeline, ranks, _micro_batches(layout, train), delay_wgrads=train.delay_wgrads)
     elif any([*pipeline.check_batches(ranks, count)] for count in range(1, 4 * ranks)):
         what = f"the number of packs differs from step to step, and {pipeline.name} cannot run every number."
         yield Problem(what, "Use train.packing: none, or pipeline: {use: 1f1b}.", "train.packing")
+
+
+def _micro_batches(layout: LayoutPlan, train: TrainSpec) -> int:
+    """Number of micro-batches of a rank in a step."""
+    return max(1, train.tokens_per_step // (train.micro_batch * train.seq_len * layout.sizes.get("dp", 1)))
+
+
+def _problems_without_pp(pipeline: PipelinePlugin, layout: LayoutPlan, train: TrainSpec) -> Iterator[Problem]:
+    """Yield why a schedule merges nothing on a rank that holds the whole model as one stage."""
+    if pipeline.chunks > 1:
+        what = f"{pipeline.name} merges passes of {pipeline.chunks} stages a rank, and without pp there is one stage."
+        yield Problem(what, "Use pipeline: {use: merged}, or a pp above 1.", "pipeline.use")
+    elif train.packing == "none":
+        yield from _problems_of_step(pipeline, 1, _micro_batches(layout, train), delay_wgrads=False)
+
+
+def _problems_of_step(
+    pipeline: PipelinePlugin, ranks: int, micro_batches: int, *, delay_wgrads: bool
+) -> Iterator[Problem]:
+    """Yield why a schedule cannot run a step of so many micro-batches, or not as it is asked to."""
+    problems = [*pipeline.check_batches(ranks, micro_batches)]
+    yield from (evolve(problem, where=problem.where or "train.tokens_per_step") for problem in problems)
+    if problems:
+        return
+    order = pipeline.order(ranks, micro_batches)
+    if pipeline.merges and not any(isinstance(entry, Pair) for entries in order for entry in entries):
+        yield Problem(
+            f"{pipeline.name} runs the backward of a micro-batch beside the forward of a later one, and there is none "
+            f"in a step of {micro_batches}.",
+            "Use more micro-batches a step: a larger tokens_per_step, or a smaller micro_batch.",
+            "train.tokens_per_step",
+        )
+    kinds = {action.kind for entries in order for entry in entries for action in entry.passes}
+    if delay_wgrads and "B" not in kinds:
+        yield Problem(
+            f"delay_wgrads has nothing to delay: {pipeline.name} computes weight gradients in passes of their own.",
+            "Leave it out, or use another pipeline, such as 1f1b.",
+            "train.delay_wgrads",
+        )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Layout, Precision
-from moefw.core.records import Action, Shard, Side, Stage
+from moefw.core.records import Order, Shard, Side, Stage
 from moefw.core.site import Site
 
 T = TypeVar("T")
@@ -23,7 +23,8 @@ class ExpertGroup:
     """Ranks of the axes ep x etp, etp innermost: rank ``r`` holds part ``r % etp`` of the experts in set ``r // etp``.
 
     ``group`` is None if this rank is alone. ``ranks``: the rank of each in the world. ``nodes``: the node of each.
-    ``open`` returns the process group of ranks of the world.
+    ``open`` returns the process group of ranks of the world. ``second_group``: a group of the same ranks with a
+    communicator of its own, where passes are merged; None: there is none.
     """
 
     group: ProcessGroup | None
@@ -34,6 +35,15 @@ class ExpertGroup:
     ranks: tuple[int, ...]
     nodes: tuple[int, ...]
     open: Callable[[tuple[int, ...]], ProcessGroup | None]
+    second_group: ProcessGroup | None = None
+
+    @property
+    def metadata_group(self) -> ProcessGroup | None:
+        """Group over which ``plan`` exchanges counts and ids; None if this rank is alone.
+
+        On ``group``, they would wait behind the rows of another micro-batch, which travel where passes are merged.
+        """
+        return self.second_group or self.group
 
     @property
     def size(self) -> int:
@@ -148,8 +158,8 @@ class BuildContext(Protocol):
     def movement(self, name: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
         """``finish`` under the policy of the region ``name``: see :meth:`MemoryPolicy.wrap_movement`."""
 
-    def layer(self, phases: tuple[Callable[[Any], Any], ...]) -> tuple[Callable[[Any], Any], ...]:
-        """Phases of a layer under the policy of ``layer``, which turns them into one."""
+    def layer(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Phases of a layer, each a :class:`moefw.runtime.phases.Phase`. The policy of ``layer`` makes them one."""
 
     def shared(self, key: Any, factory: Callable[[], T]) -> T:
         """Object of this process under ``key``, made at first use by ``factory``. Closed with the model."""
@@ -174,7 +184,7 @@ class ModelContext(Protocol):
     def stages(self) -> Sequence[Sequence[Stage]]:
         """The pipeline stages of each position on pp. A model builds the layers of its own position's alone."""
 
-    def order(self, micro_batches: int) -> Sequence[Sequence[Action]]:
+    def order(self, micro_batches: int) -> Order:
         """Passes of each position on pp in a step of so many micro-batches."""
 
     def unit(self, module: M, dtype: torch.dtype | None = None) -> M:

@@ -10,7 +10,7 @@ from attrs.validators import ge, gt, optional
 
 from moefw.core.errors import Problem
 from moefw.core.facts import Need, Offers, offers
-from moefw.core.records import Action
+from moefw.core.records import Order
 from moefw.core.site import Dims, Site
 
 if TYPE_CHECKING:
@@ -224,6 +224,11 @@ class PipelinePlugin(Plugin):
         """The number of stages of each rank of pp."""
         return 1
 
+    @property
+    def merges(self) -> bool:
+        """Whether orders have pairs: a forward and the backward of another micro-batch run phase by phase."""
+        return False
+
     def rank_of(self, stage: int, ranks: int) -> int:
         """Position on pp, of ``ranks``, that holds a stage."""
         return stage % ranks
@@ -232,8 +237,8 @@ class PipelinePlugin(Plugin):
         """Why so many micro-batches cannot run, with the nearest number that can."""
         return ()
 
-    def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[Action]]:
-        """Passes of each of ``ranks`` positions on pp, in order. An action waits for the tensors it needs."""
+    def order(self, ranks: int, micro_batches: int) -> Order:
+        """Passes of each of ``ranks`` positions on pp, in order, or pairs of them. Each waits for what it needs."""
         raise NotImplementedError
 
 

@@ -83,8 +83,38 @@ class Action:
     stage: int
     micro_batch: int
 
+    @property
+    def passes(self) -> tuple[Action, ...]:
+        """Itself, alone."""
+        return (self,)
+
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@frozen
+class Pair:
+    """A forward and the backward of another micro-batch that a rank runs phase by phase, one beside the other.
+
+    One computes while rows of the other travel between ranks.
+    """
+
+    forward: Action
+    backward: Action
+
+    @property
+    def passes(self) -> tuple[Action, ...]:
+        """Both passes."""
+        return (self.forward, self.backward)
+
+    def __str__(self) -> str:
+        return f"{self.forward}+{self.backward}"
+
+
+Entry = Action | Pair
+"""What a schedule lists: a pass, or a pair of them."""
+Order = Sequence[Sequence[Entry]]
+"""What each position on pp runs in a step, in order."""
 
 
 @frozen(eq=False)

@@ -55,12 +55,18 @@ class StagedForward:
 
     def _model_stage(self, stage: Stage) -> ModelStage:
         """A stage as a pipeline's schedule trains it."""
-        layers = straight(self._phases(stage, with_mtp=True))
 
-        def run(arrived: Arrived) -> Passed | Output:
-            return self._model.leave(stage, layers(self._model.enter(stage, arrived.batch, arrived.tensors)))
+        def enter(arrived: Arrived) -> Stream:
+            return self._model.enter(stage, arrived.batch, arrived.tensors)
 
-        return ModelStage(stage, run, lambda batch: self._awaited(stage, batch, with_mtp=True))
+        def leave(stream: Stream) -> Passed | Output:
+            return self._model.leave(stage, stream)
+
+        def awaited(batch: Batch) -> tuple[Tensor, ...]:
+            return self._awaited(stage, batch, with_mtp=True)
+
+        phases = (Phase(enter), *self._phases(stage, with_mtp=True), Phase(leave))
+        return ModelStage(stage, phases, awaited)
 
     def _phases(self, stage: Stage, *, with_mtp: bool) -> tuple[Phase, ...]:
         """Phases of a stage's layers. ``with_mtp``: also of those that predict further tokens."""

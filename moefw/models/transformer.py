@@ -214,12 +214,12 @@ class Transformer(nn.Module):
         """The phases of this rank's first stage, from a batch to its losses: those of :meth:`forward` in training."""
         stage = self._held[0]
         layers = (phase for layer in stage.layers for phase in self.phases_of(layer))
-        return (lambda batch: self.enter(stage, batch), *layers, self.end)
+        return (Phase(lambda batch: self.enter(stage, batch)), *layers, Phase(self.end))
 
     def phases_of(self, layer: int) -> tuple[Phase, ...]:
         """Phases of one layer on this rank, with the norm behind the last that predicts the next token."""
         block: Any = self.layers[layer]
-        return (*block.phases, self.normalise) if layer == self.options.num_layers - 1 else block.phases
+        return (*block.phases, Phase(self.normalise)) if layer == self.options.num_layers - 1 else block.phases
 
     def leave(self, stage: Stage, stream: Stream) -> Passed | Output:
         """Output of a stage, given the end of its stream."""

@@ -18,7 +18,6 @@ from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout, Precision
 from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPolicyPlugin, Plugin, PrecisionPlugin
-from moefw.core.records import Action
 from moefw.planner.layers import unlike_positions
 from moefw.planner.micro_batch import BUFFERS, FP32, POOL, MicroBatch
 from moefw.planner.optimizer_states import measure_states
@@ -30,6 +29,7 @@ from moefw.recording.places import OUTSIDE, Place
 from moefw.recording.recorder import GATHERED, Recorder
 from moefw.runtime.parallel.gradients import Family, Gradients
 from moefw.runtime.pipeline.timeline import most_in_flight
+from moefw.runtime.pipeline.transfers import Receive
 
 INT64: Final = 8
 BOOL: Final = 1
@@ -161,7 +161,7 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
         world=layout.plan.world,
         stages=layout.size("pp"),
         position=layout.index("pp"),
-        in_flight=most_in_flight([step for step in batch.steps if isinstance(step, Action)]) or 1,
+        in_flight=most_in_flight([step for step in batch.steps if not isinstance(step, Receive)]) or 1,
         micro_batches=count,
         tokens=tokens,
         held=held,

@@ -16,23 +16,24 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
-from moefw.core.records import Action, Stage
+from moefw.core.records import Action, Entry, Stage
 from moefw.core.stages import Batch
 from moefw.planner.gathering import Gathering, Reduced, Unit
 from moefw.planner.layers import InPhases, RunLayer, run_layers
 from moefw.planner.operations import Operations
+from moefw.planner.recorded_stage import RecordedStage
 from moefw.planner.report import Work
 from moefw.planner.stages_without_peers import OwnStages, Unconnected
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, PARAMETERS, Life, Recorder
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.parallel.gradients import add_up_in
+from moefw.runtime.phases import Phase, straight
 from moefw.runtime.pipeline.player import Player
 from moefw.runtime.pipeline.stage import Arrived, ModelStage
 from moefw.runtime.pipeline.transfers import Step
@@ -60,9 +61,11 @@ class MicroBatch:
     ) -> None:
         self.assembly = assembly
         self.recorder = recorder
+        train = assembly.spec.train
+        is_played = layout.size("pp") > 1 or assembly.parts.pipeline.merges or train.delay_wgrads
         self._reduced: Reduced = "micro_batch"
-        if assembly.spec.train.reduce_gradients == "step" and count > 1:
-            self._reduced = "step" if layout.size("pp") == 1 else "pipeline"
+        if train.reduce_gradients == "step" and count > 1:
+            self._reduced = "pipeline" if is_played else "step"
         self.operations = Operations(recorder, layout)
         self.sharding: Gathering | None = None
         model: Any = build_model(
@@ -73,8 +76,8 @@ class MicroBatch:
             self.layers = run_layers(assembly, self.model)
         else:
             self.layers = [RunLayer(number) for number in range(assembly.site.num_layers)]
-        self.steps: Sequence[Step] = model.link.steps(count) if layout.size("pp") > 1 else ()
-        """What this rank does in a step of a pipeline; empty if there is none."""
+        self.steps: Sequence[Step] = model.link.steps(count) if is_played else ()
+        """What this rank does in a step of a pipeline, or phase by phase; empty if it does neither."""
         self.passes: dict[tuple[str, int], range] = {}
         """The moments of the one recorded pass of each kind, ``F`` or ``B``, through each stage of this rank.
 
@@ -84,12 +87,8 @@ class MicroBatch:
         self.saved_in: dict[int, range] = {}
         """The moments between which forward of each stage saves what its backward needs."""
         self._played: Iterator[Any] | None = None
-        self._boundary_before: list[tuple[RunLayer, int]] = []
-        """The layers that ran, each with the boundary before it. The next boundary is behind it."""
-        self._forward_reached: list[int] = []
-        """The moment at which forward reached each boundary between two layers."""
-        self._backward_reached: list[int] = []
-        """The moment at which backward had the gradients of all tensors at each boundary."""
+        self.stages: dict[int, RecordedStage] = {}
+        """The stages of this rank that ran, by index."""
         self.operations.learn_weights(self.model)
         recorder.label(self.model.parameters(), PARAMETERS)
         recorder.label(self.model.buffers(), BUFFERS)
@@ -183,7 +182,7 @@ class MicroBatch:
         if root is not None:
             root.before(None, ())
         if any(layer.more for layer in self.layers):
-            output = self._through(model.stages[0].stage, Arrived(batch=batch))
+            output = straight(self._recorded(model.stages[0].stage).phases)(Arrived(batch=batch))
         else:
             output = model(batch)
         if root is not None:
@@ -197,65 +196,60 @@ class MicroBatch:
         if self.sharding is not None and self.sharding.root_unit is not None:
             self.sharding.root_unit.before(None, ())
         stages = [
-            ModelStage(stage=whole.stage, run=partial(self._through, whole.stage), awaited=whole.awaited)
+            ModelStage(stage=whole.stage, phases=self._recorded(whole.stage).phases, awaited=whole.awaited)
             for whole in model.stages
         ]
         self.link = Unconnected(model.link, [shortened.stage for shortened in stages], self.operations)
         link: Any = self.link
-        self._played = Player(OwnStages(stages, link), [batch]).play(self._pass)
+        player = Player(
+            OwnStages(stages, link),
+            [batch],
+            delay_wgrads=self.assembly.spec.train.delay_wgrads,
+            by_phase=self.assembly.parts.pipeline.merges,
+        )
+        self._played = player.play(self._pass)
         for shortened in stages:
             began = self.recorder.now
             next(self._played)  # the player yields after each forward
             self.saved_in[shortened.stage.index] = range(began, self.recorder.now)
 
     @contextmanager
-    def _pass(self, action: Action) -> Iterator[None]:
+    def _pass(self, action: Entry) -> Iterator[None]:
         """Record one pass of a stage."""
+        assert isinstance(action, Action), "one micro-batch has no pairs"
         began = max((window.stop for window in self.passes.values()), default=self.begin)
         with self.recorder.places.phase("forward" if action.kind == "F" else "backward"), self.operations:
             yield
             if action.kind != "F":
                 self._end_units()
         self.passes[action.kind, action.stage] = range(began, self.recorder.now)
+        self.stages[action.stage].end(action.kind, began, self.recorder.now)
 
     def _end_units(self) -> None:
         for unit in self.units:
             unit.end()
 
-    def _through(self, stage: Stage, arrived: Arrived) -> Any:
-        """Run a stage with those of its layers that are run. Return the stage's output."""
+    def _recorded(self, stage: Stage) -> RecordedStage:
+        """A stage with those of its layers that are run, whose phases note when they begin."""
         model = self.model
-        value = model.enter(stage, arrived.batch, arrived.tensors)
+
+        def enter(arrived: Arrived) -> Any:
+            return model.enter(stage, arrived.batch, arrived.tensors)
+
+        recorded = RecordedStage(self.recorder)
+        recorded.add(Phase(enter))
         for layer in self.layers:
             if layer.number in stage.layers:
-                self._boundary_before.append((layer, len(self._forward_reached)))
-                self._mark(value)
                 for phase in model.phases_of(layer.number):
-                    value = phase(value)
-        self._mark(value)
-        return model.leave(stage, value)
-
-    def _mark(self, value: Any) -> None:
-        """Add a boundary: the current moment, and the one at which backward has the gradients of ``value``."""
-        boundary = len(self._forward_reached)
-        self._forward_reached.append(self.recorder.now)
-        self._backward_reached.append(0)
-
-        def reached(grad: Tensor) -> None:
-            self._backward_reached[boundary] = self.recorder.now  # the last tensor's gradient decides
-
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(reached)
+                    recorded.add(phase, layer)
+        recorded.add(Phase(partial(model.leave, stage)))
+        self.stages[stage.index] = recorded
+        return recorded
 
     def spans(self) -> Iterator[tuple[RunLayer, range, range]]:
         """Yield the layers that stand for others, with the moments of their forward and of their backward."""
-        for layer, before in self._boundary_before:
-            if layer.more:
-                behind = before + 1
-                forward = range(self._forward_reached[before], self._forward_reached[behind])
-                backward = range(self._backward_reached[behind], self._backward_reached[before])
-                yield layer, forward, backward
+        for stage in self.stages.values():
+            yield from stage.spans()
 
     def saved(self) -> Iterator[Life]:
         """Yield the storages that forward leaves for backward, without batch, gradients and pools."""

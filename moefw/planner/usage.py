@@ -8,17 +8,19 @@ beside the recorded one (:meth:`Usage._bytes_beside_passes`). What a rank holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import final
 
 from attrs import frozen
 
-from moefw.core.records import Action
+from moefw.core.records import Action, Entry, Pair
 from moefw.planner.micro_batch import MicroBatch
+from moefw.planner.recorded_stage import RecordedStage
 from moefw.planner.report import Peak
 from moefw.recording.recorder import GATHERED, GRADIENTS, Life
 from moefw.runtime.pipeline.link import UNDER_WAY
+from moefw.runtime.pipeline.merging import merged
 from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
 from moefw.runtime.pipeline.transfers import Receive
 
@@ -111,7 +113,8 @@ class Usage:
                      + what was received for later passes + what is still being sent
 
         The second sum is in the recording already. The schedule has each recorded pass once for each micro-batch; the
-        largest value counts. Passes of weight gradients are not recorded. Only those passes count that begin with
+        largest value counts, also of the phases of a pass in a pair, whose partner holds more or less as it goes on.
+        Passes of weight gradients are not recorded. Only those passes count that begin with
         gradients of earlier ones, if the recording did, and only those that begin without, if it did not: the first
         backward of a stage begins without, and so does a forward before all backwards. Yields nothing without a
         pipeline.
@@ -121,34 +124,90 @@ class Usage:
             return
         saved = {stage: self._at(span.stop) - self._at(span.start) for stage, span in self._batch.saved_in.items()}
         in_flight = dict.fromkeys(saved, 0)
-        most: dict[tuple[str, int], int] = {}
+        most: dict[tuple[int, int], int] = {}
         received: dict[tuple[str, int, int], int] = {}
         num_sends = 0
         stages_with_gradients: set[int] = set()
         for step in self._batch.steps:
-            stage = step.stage
-            kind = "B" if step.kind == "I" else step.kind  # recorded as one backward
             if isinstance(step, Receive):
-                received[kind, stage, step.micro_batch] = link.received[kind, stage]
+                received[step.kind, step.stage, step.micro_batch] = link.received[step.kind, step.stage]
                 continue
-            received.pop((kind, stage, step.micro_batch), None)
-            if kind != "W" and self._has_gradients(step, stages_with_gradients) is self._gradients_exist:
-                # In its forward through a stage, the recorded micro-batch is in flight in the rank's stages before; in
-                # its backward, in this one, too. It has gone back through those behind.
-                recorded = sum(saved[own] for own in saved if own < stage)
-                if kind == "B":
-                    recorded += saved[stage]
-                beside = sum(in_flight[own] * saved[own] for own in saved) - recorded
-                beside += sum(received.values())
-                beside += min(num_sends, UNDER_WAY) * link.sent
-                most[kind, stage] = max(beside, most.get((kind, stage), beside))
-            if kind == "B":
-                stages_with_gradients.add(stage)
-            if kind != "W":
-                num_sends += 1
-            in_flight[stage] += CHANGE_IN_FLIGHT[step.kind]
-        for recorded_pass, beside in most.items():
-            yield self._batch.passes[recorded_pass], beside
+            for action in step.passes:
+                received.pop((_recorded_kind(action), action.stage, action.micro_batch), None)
+            others = sum(in_flight[own] * saved[own] for own in saved)
+            others += sum(received.values())
+            others += min(num_sends, UNDER_WAY) * link.sent
+            counted = [
+                action
+                for action in step.passes
+                if action.kind != "W" and self._has_gradients(action, stages_with_gradients) is self._gradients_exist
+            ]
+            for action in counted:
+                own_bytes = _recorded_in_flight(saved, action)
+                for moments, partner in self._windows(step, action, saved):
+                    beside = others - own_bytes + partner
+                    window = moments.start, moments.stop
+                    most[window] = max(beside, most.get(window, beside))
+            for action in step.passes:
+                if _recorded_kind(action) == "B":
+                    stages_with_gradients.add(action.stage)
+                if action.kind != "W":
+                    num_sends += 1
+                in_flight[action.stage] += CHANGE_IN_FLIGHT[action.kind]
+        for window, beside in most.items():
+            yield range(*window), beside
+
+    def _windows(self, step: Entry, action: Action, saved: Mapping[int, int]) -> Iterator[tuple[range, int]]:
+        """Yield the moments of a recorded pass of a step, and the bytes that its partner in a pair adds to the others.
+
+        Among the others, a forward counts as not begun, and a backward as all that its forward saved. The partner of a
+        pass in a pair is somewhere between.
+        """
+        if not isinstance(step, Pair):
+            yield self._batch.passes[_recorded_kind(action), action.stage], 0
+            return
+        ahead = self._batch.stages[step.forward.stage]
+        back = self._batch.stages[step.backward.stage]
+        saved_before = sum(saved[own] for own in saved if own < step.backward.stage)
+        phases_ahead = ahead.whole()
+        phases_back = back.whole()
+        done_ahead = 0
+        left_back = len(phases_back)
+        order = merged(
+            [ahead.phases[number] for number, _ in phases_ahead], [back.phases[number] for number, _ in phases_back]
+        )
+        for kind in order:
+            if kind == "F":
+                if action is step.forward:
+                    number, behind = phases_ahead[done_ahead]
+                    partner = self._level(back, back.backward, phases_back, left_back) - saved_before
+                    partner -= saved[step.backward.stage] + behind * self._saved_by_layer(ahead, number)
+                    yield ahead.forward_of(number), partner
+                done_ahead += 1
+            else:
+                left_back -= 1
+                if action is step.backward:
+                    number, behind = phases_back[left_back]
+                    partner = self._level(ahead, ahead.forward, phases_ahead, done_ahead) - self._at(ahead.forward[0])
+                    partner -= behind * self._saved_by_layer(back, number)
+                    yield back.backward_of(number), partner
+
+    def _level(
+        self, stage: RecordedStage, moments: Sequence[int], phases: Sequence[tuple[int, int]], boundary: int
+    ) -> int:
+        """Bytes in use when a pass is at a boundary between the phases of the whole stage."""
+        if boundary == len(phases):
+            return self._at(moments[-1])
+        number, behind = phases[boundary]
+        return self._at(moments[number]) - behind * self._saved_by_layer(stage, number)
+
+    def _saved_by_layer(self, stage: RecordedStage, number: int) -> int:
+        """Bytes that forward of the layer of a phase saves; 0 outside of layers."""
+        layer = stage.layers[number]
+        if layer is None or not layer.more:
+            return 0
+        (forward,) = (forward for other, forward, _ in stage.spans() if other is layer)
+        return self._recorded_bytes[forward.stop] - self._recorded_bytes[forward.start]
 
     @staticmethod
     def _has_gradients(action: Action, stages_with_gradients: set[int]) -> bool:
@@ -202,6 +261,21 @@ class Usage:
             passing=passing,
             gradients=gradients,
         )
+
+
+def _recorded_kind(action: Action) -> str:
+    """Kind of the recorded pass: both backwards, ``B`` and ``I``, are recorded as one."""
+    return "B" if action.kind == "I" else action.kind
+
+
+def _recorded_in_flight(saved: Mapping[int, int], action: Action) -> int:
+    """Bytes of the recorded micro-batch itself, at a pass, in the stages of this rank.
+
+    In its forward through a stage, it is in flight in the stages before; in its backward, in this one, too. It has gone
+    back through those behind.
+    """
+    before = sum(saved[own] for own in saved if own < action.stage)
+    return before if action.kind == "F" else before + saved[action.stage]
 
 
 def _began(life: Life) -> int:

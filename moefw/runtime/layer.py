@@ -22,7 +22,7 @@ from moefw.core.stages import Batch, ExpertBatch, LayerStats, Pending, Routing, 
 from moefw.runtime.compute.row_keys import with_keys
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.memory.static_rows import StaticRows
-from moefw.runtime.phases import Phase
+from moefw.runtime.phases import Function, Phase
 from moefw.runtime.router_entropy import ROUTER_ENTROPY, entropy_of_scores
 
 
@@ -102,13 +102,18 @@ class MoELayer(nn.Module):
         returning = self.compute(received)
         return self.collect(returning), returning.stats
 
-    def phases(self, send: Phase, collect: Phase) -> tuple[Phase, ...]:
+    def phases(self, send: Function, collect: Function) -> tuple[Phase, ...]:
         """Phases of :meth:`forward`, for a caller that does more at both ends.
 
         ``send`` returns what :meth:`send` returns, and ``collect`` gets what :meth:`collect` gets: a block begins with
         attention and ends with the residual connection.
         """
-        return (send, self.receive, self.compute, collect)
+        return (
+            Phase(send, starts=True),
+            Phase(self.receive, finishes=True),
+            Phase(self.compute, starts=True),
+            Phase(collect, finishes=True),
+        )
 
     def send(self, x_TD: Tensor, batch: Batch, beside: Any = None) -> Sent:
         """Choose the experts of each token, exchange metadata, and start the dispatch."""

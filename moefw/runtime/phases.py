@@ -1,28 +1,53 @@
-"""Phases of a model, run in order, or one by one with a separate backward for each."""
+"""Phases of a model, run in order, or one by one with a separate backward for each.
+
+A phase says what it has to do with movements of rows between ranks. A scheduler that merges the forward of one
+micro-batch with the backward of another places phases of the one where those of the other would wait.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-Phase = Callable[[Any], Any]
-"""A function from one frozen pytree to another. The tensors of these are all that a phase passes to the next."""
+Function = Callable[[Any], Any]
+"""A function from one frozen pytree to another."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A function from one frozen pytree to another. The tensors of these are all that a phase passes to the next."""
+
+    function: Function
+    starts: bool = False
+    """Whether forward starts a movement that the next phase finishes. Its backward waits for the dual movement."""
+    finishes: bool = False
+    """Whether forward waits for the movement that the phase before has started. Its backward starts the dual one."""
+
+    def __call__(self, value: Any) -> Any:
+        """Result of the function."""
+        return self.function(value)
+
+    def wrapped(self, wrap: Callable[[Function], Function]) -> Self:
+        """The phase with its function wrapped."""
+        return replace(self, function=wrap(self.function))
 
 
 def straight(phases: Sequence[Phase]) -> Phase:
-    """One phase that runs the given ones in order."""
+    """One phase that runs the given ones in order. Movements between these are started and finished inside of it."""
 
     def run(value: Any) -> Any:
         for phase in phases:
             value = phase(value)
         return value
 
-    return run
+    return Phase(run)
 
 
 @final
@@ -37,7 +62,7 @@ class PhaseCall:
         self._edges: list[Any] = []
         self._grads: list[Tensor | None] = []
 
-    def run(self, phase: Phase, inputs: Any) -> Any:
+    def run(self, phase: Function, inputs: Any) -> Any:
         """``phase(inputs)``. Its graph ends at the inputs."""
         leaves, structure = tree_flatten(inputs)
         indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

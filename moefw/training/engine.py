@@ -71,12 +71,18 @@ class Engine:
         run: Run | None = None,
         main_gradients: str = "float32",
         reduce_gradients: str = "micro_batch",
+        delay_wgrads: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.layout = layout
         self.clip_norm = clip_norm
-        self.run = run or run_of(model, keep_routes=keep_routes, reduce_once=reduce_gradients == "step")
+        self.run = run or run_of(
+            model,
+            keep_routes=keep_routes,
+            reduce_once=reduce_gradients == "step",
+            delay_wgrads=delay_wgrads,
+        )
         self.gradients = Gradients(model, layout, getattr(torch, main_gradients))
         self.meters = Meters(model, layout)
         self.routers: dict[int, Any] = {
@@ -96,6 +102,7 @@ class Engine:
             keep_routes=train.record_routes,
             main_gradients=train.main_gradients,
             reduce_gradients=train.reduce_gradients,
+            delay_wgrads=train.delay_wgrads,
         )
 
     def step(self, batches: Sequence[Batch], lr: float, clock: Clock, *, number: int = 0) -> StepResult:

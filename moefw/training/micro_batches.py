@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from torch import nn
 
-from moefw.core.records import Action
+from moefw.core.records import Action, Entry, Pair
 from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.pipeline.player import Player
@@ -18,6 +18,8 @@ from moefw.training.step_sums import Tally
 
 PASSES: Final = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 """The sections of a clock in which passes of a pipeline count."""
+MERGED: Final = "forward and backward"
+"""The section in which a pair of passes counts."""
 
 
 class Clock(Protocol):
@@ -34,40 +36,57 @@ class Run(Protocol):
         """Run forward and backward of all batches. Return the sums of this rank, added in the order of the batches."""
 
 
-def run_of(model: nn.Module, *, keep_routes: bool = False, reduce_once: bool = False) -> Run:
+def run_of(
+    model: nn.Module, *, keep_routes: bool = False, reduce_once: bool = False, delay_wgrads: bool = False
+) -> Run:
     """How a model trains: its pipeline, or one micro-batch behind the other.
 
     ``keep_routes``: see :class:`Tally`. ``reduce_once``: FSDP reduces gradients once, not after each backward.
+    ``delay_wgrads``: see :class:`moefw.runtime.pipeline.player.Player`.
     """
-    if isinstance(model, Pipelined) and not model.link.is_whole:
-        return in_stages(model, keep_routes=keep_routes, reduce_once=reduce_once)
-    return in_order(model, keep_routes=keep_routes, reduce_once=reduce_once)
+    plain = in_order(model, keep_routes=keep_routes, reduce_once=reduce_once)
+    if not isinstance(model, Pipelined):
+        return plain
+    played = in_stages(model, keep_routes=keep_routes, reduce_once=reduce_once, delay_wgrads=delay_wgrads)
+    if delay_wgrads or not model.link.is_whole:
+        return played
+    link = model.link
+
+    def run(batches: Sequence[Batch], clock: Clock) -> Tally:
+        has_pairs = any(isinstance(step, Pair) for step in link.steps(len(batches)))
+        return played(batches, clock) if has_pairs else plain(batches, clock)
+
+    return run
 
 
-def in_stages(model: Any, *, keep_routes: bool = False, reduce_once: bool = False) -> Run:
+def in_stages(model: Any, *, keep_routes: bool = False, reduce_once: bool = False, delay_wgrads: bool = False) -> Run:
     """Run of this rank's stages of a ``Pipelined``, in the order of the pipeline's schedule."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
 
-        @contextmanager
-        def around(action: Action) -> Iterator[None]:
+        def told(action: Action) -> str:
             where = f"of micro-batch {action.micro_batch + 1} of {len(batches)}"
-            with clock(PASSES[action.kind]):
-                stamp(f"{PASSES[action.kind]} {where} in stage {action.stage} of {len(model.link.stages)}")
+            return f"{PASSES[action.kind]} {where} in stage {action.stage} of {len(model.link.stages)}"
+
+        @contextmanager
+        def around(entry: Entry) -> Iterator[None]:
+            section = MERGED if isinstance(entry, Pair) else PASSES[entry.kind]
+            with clock(section):
+                stamp(" beside ".join(map(told, entry.passes)))
                 yield
-                if action.kind == "W" and not once:
-                    _reduce_late(model)
+                if section != PASSES["F"] and not once:
+                    _reduce_pass(model)
 
         once = reduce_once and len(batches) > 1
         with _gathered(model), _adding_up(model, unsharded=once) as reduce_next:
-            for number, output in Player(model, batches).play(around):
+            for number, output in Player(model, batches, delay_wgrads=delay_wgrads).play(around):
                 tally.add(output, number)
             if once:
                 with clock(PASSES["W"]):
                     stamp("reduction of gradients")
                     reduce_next()
-                    _reduce_late(model)
+                    _reduce_pass(model)
         return tally
 
     return run
@@ -82,12 +101,12 @@ def _gathered(model: Any) -> AbstractContextManager[None]:
     return gathered(model)
 
 
-def _reduce_late(model: Any) -> None:
-    """Reduce weight gradients that have a pass of their own."""
+def _reduce_pass(model: Any) -> None:
+    """Reduce the gradients that the backward of a pass has left."""
     if _is_sharded(model):
-        from moefw.runtime.parallel.sharding import reduce_late
+        from moefw.runtime.parallel.sharding import reduce_pass
 
-        reduce_late(model)
+        reduce_pass(model)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.parallel.local_shards import local
-from moefw.runtime.parallel.sharding import gathered, reduce_late
+from moefw.runtime.parallel.sharding import gathered, reduce_pass
 from moefw.runtime.phases import PhaseCall
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import global_batch, open_model
@@ -29,6 +29,7 @@ class MicroBatch:
     """One micro-batch on its way forward and backward through the phases of a model."""
 
     def __init__(self, model: Any, batch: Batch) -> None:
+        self.model = model
         self.phases, self.value, self.calls = model.phases, batch, list[PhaseCall]()
         self.scale, self.grads = batch.loss_scale, ()
 
@@ -45,6 +46,8 @@ class MicroBatch:
     def backward(self) -> None:
         """Run the backward of the last phase that is left."""
         self.grads = self.calls.pop().backward(self.grads)
+        if not self.calls:
+            reduce_pass(self.model)
 
 
 def in_one(model: Any, batches: Sequence[Batch]) -> list[Output]:
@@ -111,11 +114,16 @@ def wgrads_at_the_end(model: Any, batches: Sequence[Batch]) -> list[Output]:
 def wgrads_after_each(model: Any, batches: Sequence[Batch]) -> list[Output]:
     """The weight gradients of a micro-batch come after its backward, and FSDP reduces them then."""
     found, later = [], Wgrads()
-    for batch in batches:
-        with forward_with(wgrads=later):
-            found += in_one(model, [batch])
-        later.run()
-        reduce_late(model)
+    with gathered(model):
+        for batch in batches:
+            flow = MicroBatch(model, batch)
+            with forward_with(wgrads=later):
+                for step in (MicroBatch.forward, MicroBatch.backward):
+                    for _ in model.phases:
+                        step(flow)
+            later.run()
+            reduce_pass(model)
+            found.append(flow.output)
     return found
 
 

@@ -68,6 +68,12 @@ class TrainSpec:
 
     With ``step``, ranks first add up those of all micro-batches, in fp32 and of whole parameters.
     """
+    delay_wgrads: bool = False
+    """Whether backward computes weight gradients of matrices while rows of experts travel between ranks.
+
+    Each is computed behind the next start of a dispatch or combine in backward. A pipeline that has passes of weight
+    gradients computes them there, not here.
+    """
     eval_every: int = field(default=0, validator=ge(0))
     """Number of steps between evaluations on held-out text. One follows the last step in any case; 0: it alone."""
     eval_tokens: int = field(default=262144, validator=ge(1))

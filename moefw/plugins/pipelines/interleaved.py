@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 from attrs import field, frozen
 from attrs.validators import ge
 
 import moefw
 from moefw.core.plugin import PipelinePlugin
+from moefw.core.records import Entry, Order
 
 
 @frozen
 class Interleaved(PipelinePlugin):
     """1F1B with ``chunks`` stages a rank, ``ranks`` apart (arXiv 2104.04473): bubbles are ``chunks`` times shorter.
 
-    More micro-batches are held than in ``1f1b``, and sent ``chunks`` times as often.
+    More micro-batches are held than in ``1f1b``, and sent ``chunks`` times as often. With ``merged``, each forward
+    behind the first ones runs beside the backward that would follow the forward before it.
     """
 
     name: ClassVar[str] = "interleaved"
 
     chunks: int = field(default=2, validator=ge(2), kw_only=True)
     """Number of stages of a rank."""
+    merged: bool = field(default=False, kw_only=True)
+    """Whether a forward and a backward in turn run phase by phase: one computes while rows of the other travel."""
+
+    @property
+    def merges(self) -> bool:
+        """Whether passes are merged."""
+        return self.merged
 
     def check_batches(self, ranks: int, micro_batches: int) -> Iterator[moefw.Problem]:
         """Yield a problem of micro-batches that are no multiple of the rounds, each of ``ranks`` or slightly more."""
@@ -37,11 +46,31 @@ class Interleaved(PipelinePlugin):
             f"Use {nearest} micro-batches a step, or use: 1f1b.",
         )
 
-    def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
+    def order(self, ranks: int, micro_batches: int) -> Order:
         """Order of torch's ``ScheduleInterleaved1F1B``."""
         from moefw.plugins.pipelines.torch_orders import order_of
 
-        return order_of("ScheduleInterleaved1F1B", self.chunks, ranks, micro_batches)
+        orders = order_of("ScheduleInterleaved1F1B", self.chunks, ranks, micro_batches)
+        return [_paired(order) for order in orders] if self.merged else orders
+
+
+def _paired(passes: Sequence[Entry]) -> list[Entry]:
+    """Passes with each backward beside the forward behind it.
+
+    The forward before the first backward had been its partner in 1F1B. It runs alone now, one more at the begin.
+    """
+    paired: list[Entry] = []
+    for entry in passes:
+        before = paired[-1] if paired else None
+        if _is(entry, "F") and _is(before, "B"):
+            paired[-1] = moefw.Pair(forward=entry, backward=before)
+        else:
+            paired.append(entry)
+    return paired
+
+
+def _is(entry: Entry | None, kind: str) -> TypeGuard[moefw.Action]:
+    return isinstance(entry, moefw.Action) and entry.kind == kind
 
 
 def _rounds(ranks: int, micro_batches: int) -> int:

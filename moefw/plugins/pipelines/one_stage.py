@@ -9,6 +9,7 @@ from attrs import frozen
 
 import moefw
 from moefw.core.plugin import PipelinePlugin
+from moefw.core.records import Order
 
 
 @frozen
@@ -17,7 +18,7 @@ class GPipe(PipelinePlugin):
 
     name: ClassVar[str] = "gpipe"
 
-    def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
+    def order(self, ranks: int, micro_batches: int) -> Order:
         """All forwards, then all backwards, for each rank."""
         return [_alternating(rank, micro_batches, micro_batches) for rank in range(ranks)]
 
@@ -28,9 +29,9 @@ class OneForwardOneBackward(PipelinePlugin):
 
     name: ClassVar[str] = "1f1b"
 
-    def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
+    def order(self, ranks: int, micro_batches: int) -> Order:
         """One forward for each later rank, then forwards and backwards in turn."""
-        return [_alternating(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks)]
+        return _one_forward_one_backward(ranks, micro_batches)
 
 
 @frozen
@@ -42,10 +43,15 @@ class ZeroBubble(PipelinePlugin):
 
     name: ClassVar[str] = "zero-bubble"
 
-    def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
+    def order(self, ranks: int, micro_batches: int) -> Order:
         """Order of ``1f1b``. Weight gradients of rank r wait for those of inputs of r more micro-batches."""
-        orders = OneForwardOneBackward().order(ranks, micro_batches)
+        orders = _one_forward_one_backward(ranks, micro_batches)
         return [list(_delayed(rank, order, micro_batches)) for rank, order in enumerate(orders)]
+
+
+def _one_forward_one_backward(ranks: int, micro_batches: int) -> list[list[moefw.Action]]:
+    """Passes of each rank in 1F1B."""
+    return [_alternating(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks)]
 
 
 def _alternating(stage: int, ahead: int, micro_batches: int) -> list[moefw.Action]:

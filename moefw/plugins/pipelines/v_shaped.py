@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
 import moefw
 from moefw.core.plugin import PipelinePlugin
+from moefw.core.records import Order
 
 
 @frozen
@@ -29,7 +30,7 @@ class ZBV(PipelinePlugin):
         """Rank of a stage: up, then down again."""
         return _in_a_v(stage, ranks)
 
-    def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
+    def order(self, ranks: int, micro_batches: int) -> Order:
         """Order of torch's ``ScheduleZBVZeroBubble``."""
         from moefw.plugins.pipelines.torch_orders import order_of
 
@@ -41,6 +42,14 @@ class DualPipeV(PipelinePlugin):
     """DualPipe (arXiv 2412.19437) with each stage on one rank: forwards stand next to backwards of others."""
 
     name: ClassVar[str] = "dualpipe-v"
+
+    merged: bool = field(default=False, kw_only=True)
+    """Whether these run phase by phase: one computes while rows of the other travel."""
+
+    @property
+    def merges(self) -> bool:
+        """Whether passes are merged."""
+        return self.merged
 
     @property
     def chunks(self) -> int:
@@ -59,11 +68,11 @@ class DualPipeV(PipelinePlugin):
                 f"Use {2 * ranks} micro-batches a step, or use: zbv.",
             )
 
-    def order(self, ranks: int, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:
+    def order(self, ranks: int, micro_batches: int) -> Order:
         """Order of torch's ``ScheduleDualPipeV``."""
         from moefw.plugins.pipelines.torch_orders import order_of
 
-        return order_of("ScheduleDualPipeV", 2, ranks, micro_batches)
+        return order_of("ScheduleDualPipeV", 2, ranks, micro_batches, merged=self.merged)
 
 
 def _in_a_v(stage: int, ranks: int) -> int:

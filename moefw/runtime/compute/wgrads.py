@@ -30,7 +30,7 @@ class Wgrads:
     def run(self) -> None:
         """Compute the gradients in the order of backward, and accumulate them in the parameters.
 
-        With parameters that FSDP shards, call :func:`moefw.runtime.parallel.sharding.reduce_late` afterwards.
+        With parameters that FSDP shards, call :func:`moefw.runtime.parallel.sharding.reduce_pass` afterwards.
         """
         waiting = self._waiting
         self._waiting = []

@@ -9,7 +9,7 @@ those around the phases of the layer, which share a scope.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -23,7 +23,7 @@ from moefw.core.errors import ContractError
 from moefw.core.stages import stage
 from moefw.runtime.forward_context import forward_context, forward_with
 from moefw.runtime.memory.outputs import Output, Scope
-from moefw.runtime.phases import Phase
+from moefw.runtime.phases import Function, Phase
 
 
 @stage
@@ -37,7 +37,7 @@ class _Scoped:
 def drops(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     """Phases of a layer that do not save tensors which a recomputed region returns."""
 
-    def dropping(phase: Phase, *, first: bool, last: bool) -> Phase:
+    def dropping(phase: Function, *, first: bool, last: bool) -> Function:
         @wraps(phase)
         def run(inputs: Any) -> Any:
             if first:
@@ -53,7 +53,7 @@ def drops(phases: Sequence[Phase]) -> tuple[Phase, ...]:
         return run
 
     end = len(phases) - 1
-    return tuple(dropping(phase, first=at == 0, last=at == end) for at, phase in enumerate(phases))
+    return tuple(phase.wrapped(partial(dropping, first=at == 0, last=at == end)) for at, phase in enumerate(phases))
 
 
 class Packed(Protocol):

@@ -47,6 +47,14 @@ class OpenedLayout(Layout):
         return self._host
 
 
+def second_group(ranks: tuple[int, ...]) -> ProcessGroup | None:
+    """Process group of ``ranks`` with a communicator of its own, or None if it is this rank alone. Collective."""
+    if len(ranks) == 1:
+        return None
+    group: ProcessGroup = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
+    return group
+
+
 def open_by(plugin: LayoutPlugin, plan: LayoutPlan, device: str) -> Layout:
     """``plan``, opened by its plugin on this rank of an initialised world."""
     layout = plugin.build(plan, device)

@@ -101,24 +101,40 @@ class Sharding:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Keep the parameters of the root unit gathered while phases run one by one, outside the model's forward."""
+    """Keep the parameters of the root unit gathered while phases run one by one, outside the model's forward.
+
+    FSDP2 ends each call of backward as if it were that of a whole micro-batch: it reduces what the root unit has, and
+    forgets the order of units, by which it gathers the next one ahead. Here a call is one phase. So none is the last
+    one before the end of this block, and the root unit reduces in :func:`reduce_pass` alone. Collective.
+    """
     if not isinstance(model, FSDPModule):
         yield
         return
     model._get_fsdp_state()._lazy_init()  # FSDP takes the first module that is called for the root
     model.unshard()
     model.set_reshard_after_backward(False, recurse=False)
+    model.set_requires_gradient_sync(False, recurse=False)
+    model.set_is_last_backward(False)
     try:
         yield
+        model.set_is_last_backward(True)
+        reduce_pass(model)
     finally:
+        model.set_is_last_backward(True)
+        model.set_requires_gradient_sync(True, recurse=False)
         model.set_reshard_after_backward(True, recurse=False)
         model.reshard()
 
 
-def reduce_late(model: nn.Module) -> None:
-    """Reduce gradients of sharded parameters that were accumulated after the backward of their units. Collective."""
+def reduce_pass(model: nn.Module) -> None:
+    """Reduce the gradients of a pass that its backward has left: those of the root unit, and late ones. Collective.
+
+    Late are those that were accumulated after the backward of their units. Call this in :func:`gathered`.
+    """
     if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True, recurse=False)
         model._get_fsdp_state()._root_post_backward_final_callback()
+        model.set_requires_gradient_sync(False, recurse=False)
 
 
 def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefw.core.contracts import Layout
-from moefw.core.records import Action, Stage
+from moefw.core.records import Action, Order, Stage
 from moefw.runtime.pipeline.transfers import Step, with_transfers
 
 Direction = Literal["forward", "backward"]
@@ -28,7 +28,10 @@ class Link:
     """
 
     def __init__(
-        self, layout: Layout, by_rank: Sequence[Sequence[Stage]], order: Callable[[int], Sequence[Sequence[Action]]]
+        self,
+        layout: Layout,
+        by_rank: Sequence[Sequence[Stage]],
+        order: Callable[[int], Order],
     ) -> None:
         self.group = layout.group("pp")
         self.index = layout.index("pp")
@@ -37,7 +40,7 @@ class Link:
         self.stages = sorted(rank_of, key=lambda stage: stage.index)
         self.rank_of = [rank_of[stage] for stage in self.stages]
         self.playing: Action | None = None
-        """The pass that runs now."""
+        """The pass that runs now; of a pair, that of the phase."""
         self._sent: deque[tuple[Sequence[Any], Sequence[Tensor]]] = deque()
         """Work handles of the sends under way, and their tensors, which must live until they have left."""
         self._steps: dict[int, Sequence[Step]] = {}
@@ -48,7 +51,7 @@ class Link:
         return len(self.stages) == 1
 
     def steps(self, micro_batches: int) -> Sequence[Step]:
-        """Passes and transfers of this rank, in order, in a step of so many micro-batches."""
+        """Passes, pairs and transfers of this rank, in order, in a step of so many micro-batches."""
         if micro_batches not in self._steps:
             listed = with_transfers(self._order(micro_batches), self.rank_of.__getitem__, len(self.stages))
             self._steps[micro_batches] = listed[self.index]

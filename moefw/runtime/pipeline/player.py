@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast, final
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moefw.core.records import Action
+from moefw.core.records import Action, Entry, Pair
 from moefw.core.stages import Batch, Output
 from moefw.runtime.compute.wgrads import Wgrads
-from moefw.runtime.forward_context import forward_with
-from moefw.runtime.phases import PhaseCall
+from moefw.runtime.phases import straight
+from moefw.runtime.pipeline.in_flight import InFlight
 from moefw.runtime.pipeline.link import Direction, next_stage
+from moefw.runtime.pipeline.merging import merged
 from moefw.runtime.pipeline.stage import Arrived, Passed, Pipelined
 from moefw.runtime.pipeline.transfers import Receive
 
@@ -31,45 +32,97 @@ class Player:
     """Runs the micro-batches of one step through the stages of this rank.
 
     A player holds the graph of a micro-batch in a stage from forward to backward, and what its weight gradients need
-    until their pass.
+    until their pass. A micro-batch runs phase by phase if one of its passes is in a pair, or with ``delay_wgrads``:
+    weight gradients that have no pass of their own are then computed while rows travel. ``by_phase``: so do all others.
     """
 
-    def __init__(self, model: Pipelined, batches: Sequence[Batch]) -> None:
+    def __init__(
+        self, model: Pipelined, batches: Sequence[Batch], *, delay_wgrads: bool = False, by_phase: bool = False
+    ) -> None:
         self.stages = {model_stage.stage.index: model_stage for model_stage in model.stages}
         self.link = model.link
         self.batches = batches
-        self._calls: dict[Key, PhaseCall] = {}
-        self._wgrads: dict[Key, Wgrads] = {}
+        self._steps = self.link.steps(len(batches))
+        self._in_flight = dict(self._prepared(delay_wgrads=delay_wgrads, by_phase=by_phase))
         self._inputs: dict[Key, Wait] = {}
         self._grads: dict[Key, Wait] = {}
-        self._outputs: list[Output | Passed] = []
+        self._outputs: list[tuple[int, Output | Passed]] = []
+        """Micro-batches and outputs of the forwards that have just run."""
         self._passed: dict[Key, Sequence[Tensor]] = {}
         """Tensors without memory, like those passed on, whose gradients come back."""
 
-    def play(self, around: Callable[[Action], AbstractContextManager[None]]) -> Iterator[tuple[int, Output | Passed]]:
+    def _prepared(self, *, delay_wgrads: bool, by_phase: bool) -> Iterator[tuple[Key, InFlight]]:
+        """Yield what will hold each micro-batch of each stage."""
+        entries = [step for step in self._steps if not isinstance(step, Receive)]
+        actions = [action for entry in entries for action in entry.passes]
+        in_pairs = {_key(action) for entry in entries if isinstance(entry, Pair) for action in entry.passes}
+        in_parts = {_key(action) for action in actions if action.kind == "W"}
+        for key in dict.fromkeys(map(_key, actions)):
+            phases = self.stages[key[0]].phases
+            fills_movements = delay_wgrads and key not in in_parts
+            if not (by_phase or key in in_pairs or fills_movements):
+                phases = (straight(phases),)
+            wgrads = Wgrads() if key in in_parts or fills_movements else None
+            yield key, InFlight(phases, wgrads, fills_movements=fills_movements)
+
+    def play(self, around: Callable[[Entry], AbstractContextManager[None]]) -> Iterator[tuple[int, Output | Passed]]:
         """Yield the micro-batch and the output, without graph and tensors, of each forward on this rank.
 
-        Each pass runs in the context ``around`` it.
+        Each pass, or pair of them, runs in the context ``around`` it.
         """
-        steps = self.link.steps(len(self.batches))
-        self._wgrads = {(step.stage, step.micro_batch): Wgrads() for step in steps if step.kind == "I"}
-        for step in steps:
-            key = step.stage, step.micro_batch
+        for step in self._steps:
             if isinstance(step, Receive):
-                self._receive(step.kind, key)
+                self._receive(step.kind, _key(step))
                 continue
-            self.link.playing = step
             with around(step):
-                if step.kind == "F":
-                    self._outputs.append(self._forward(key))
-                elif step.kind == "W":
-                    self._wgrads.pop(key).run()
-                else:
-                    self._backward(key)
-            if self._outputs:
-                yield step.micro_batch, self._outputs.pop()
+                self._run(step)
+            while self._outputs:
+                yield self._outputs.pop()
         self.link.playing = None
         self.link.flush()
+
+    def _run(self, entry: Entry) -> None:
+        if isinstance(entry, Pair):
+            self._run_pair(entry)
+            return
+        self.link.playing = entry
+        if entry.kind == "F":
+            self._run_forward(_key(entry))
+        elif entry.kind == "W":
+            self._run_wgrads(_key(entry))
+        else:
+            self._run_backward(_key(entry))
+
+    def _run_pair(self, pair: Pair) -> None:
+        """Run a forward and a backward phase by phase. What both make is sent behind both."""
+        ahead = self._begin_forward(_key(pair.forward))
+        back = self._begin_backward(_key(pair.backward))
+        for kind in merged(ahead.phases, back.phases):
+            if kind == "F":
+                self.link.playing = pair.forward
+                ahead.forward()
+            else:
+                self.link.playing = pair.backward
+                back.backward()
+        self._end_forward(_key(pair.forward))
+        self._end_backward(_key(pair.backward))
+
+    def _run_forward(self, key: Key) -> None:
+        in_flight = self._begin_forward(key)
+        for _ in in_flight.phases:
+            in_flight.forward()
+        self._end_forward(key)
+
+    def _run_backward(self, key: Key) -> None:
+        in_flight = self._begin_backward(key)
+        for _ in in_flight.phases:
+            in_flight.backward()
+        self._end_backward(key)
+
+    def _run_wgrads(self, key: Key) -> None:
+        wgrads = self._in_flight.pop(key).wgrads
+        assert wgrads is not None, "a pass of weight gradients runs what the backward before has left"
+        wgrads.run()
 
     def _receive(self, kind: str, key: Key) -> None:
         stage, number = key
@@ -81,31 +134,43 @@ class Player:
             buffers = tuple(torch.empty_like(like, device=device) for like in self._passed.pop(key))
             self._grads[key] = self.link.receive(stage, "backward", buffers, number=number)
 
-    def _forward(self, key: Key) -> Output | Passed:
-        stage, number = key
-        batch = self.batches[number]
-        call = PhaseCall()
+    def _begin_forward(self, key: Key) -> InFlight:
+        """Wait for the input of a forward."""
+        _, number = key
         arrived = tuple(tensor.requires_grad_() for tensor in self._inputs.pop(key, list)())
-        with self._wgrads_left(key):
-            output: Output | Passed = call.run(self.stages[stage].run, Arrived(batch=batch, tensors=arrived))
-        self._calls[key] = call
+        in_flight = self._in_flight[key]
+        in_flight.begin_forward(Arrived(batch=self.batches[number], tensors=arrived))
+        return in_flight
+
+    def _end_forward(self, key: Key) -> None:
+        """Pass the output of a forward on. Behind the last stage, prepare the gradients of its backward."""
+        stage, number = key
+        output: Output | Passed = self._in_flight[key].end_forward()
         if isinstance(output, Passed):
             self._passed[key] = [torch.empty_like(tensor, device="meta") for tensor in output.tensors]
             self._pass_on(stage, "forward", output.tensors, number=number, inbox=self._inputs)
-            return replace(output, tensors=())
+            self._outputs.append((number, replace(output, tensors=())))
+            return
         # The last stage: backward begins with the scale of the loss as the gradient of each of its terms.
-        scales = [batch.loss_scale for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        scale = self.batches[number].loss_scale
+        scales = [scale for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._grads[key] = lambda: scales
         without_graph: Output = tree_map_only(Tensor, torch.detach, output)
-        return without_graph
+        self._outputs.append((number, without_graph))
 
-    def _wgrads_left(self, key: Key) -> AbstractContextManager[None]:
-        """Context in which products leave their weight gradients to a pass of their own, if there is one."""
-        return forward_with(wgrads=self._wgrads[key]) if key in self._wgrads else nullcontext()
+    def _begin_backward(self, key: Key) -> InFlight:
+        """Wait for the gradients with which a backward begins."""
+        in_flight = self._in_flight[key]
+        in_flight.begin_backward(self._grads.pop(key)())
+        return in_flight
 
-    def _backward(self, key: Key) -> None:
+    def _end_backward(self, key: Key) -> None:
+        """Pass the gradients of a stage's input on. Forget the micro-batch, if no pass of weight gradients follows."""
         stage, number = key
-        input_grads = self._calls.pop(key).backward(self._grads.pop(key)())
+        in_flight = self._in_flight[key]
+        input_grads = in_flight.end_backward()
+        if not in_flight.leaves_wgrads:
+            del self._in_flight[key]
         if self.stages[stage].stage.is_first:
             return
         if any(grad is None for grad in input_grads):  # what arrived did not reach the loss
@@ -125,3 +190,7 @@ class Player:
             return
         passed = [tensor.detach() for tensor in tensors]
         inbox[next_stage(stage, direction), number] = lambda: passed
+
+
+def _key(step: Action | Receive) -> Key:
+    return step.stage, step.micro_batch

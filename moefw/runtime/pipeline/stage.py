@@ -10,8 +10,9 @@ from attrs import frozen
 from torch import Tensor
 
 from moefw.core.records import Stage
-from moefw.core.stages import Batch, LayerStats, Output, stage
+from moefw.core.stages import Batch, LayerStats, stage
 from moefw.runtime.communication.agreement import everywhere
+from moefw.runtime.phases import Phase
 from moefw.runtime.pipeline.link import Link
 
 
@@ -35,12 +36,13 @@ class Passed:
 class ModelStage:
     """A stage of a model on this rank.
 
-    ``run`` returns :class:`Passed`, or in the last stage the model's :class:`moefw.core.stages.Output`. ``awaited``
-    returns empty tensors like those that arrive, which depend on the batch alone.
+    ``phases``: from :class:`Arrived` to :class:`Passed`, or in the last stage to the model's
+    :class:`moefw.core.stages.Output`. ``awaited`` returns empty tensors like those that arrive, which depend on the
+    batch alone.
     """
 
     stage: Stage
-    run: Callable[[Arrived], Passed | Output]
+    phases: Sequence[Phase]
     awaited: Callable[[Batch], tuple[Tensor, ...]]
 
 

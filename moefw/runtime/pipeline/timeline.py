@@ -6,39 +6,39 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from moefw.core.errors import ContractError, Problem
-from moefw.core.records import Action
+from moefw.core.records import Action, Entry, Order
 
 CHANGE_IN_FLIGHT: Final = {"F": 1, "B": -1, "I": 0, "W": -1}
 """By kind of pass, the change of the number of micro-batches that a stage holds. ``W`` needs what ``I`` leaves."""
-Timed = tuple[Any, Any, Action]
-"""Start, end and pass. Times are sums of durations, and exact if those are: numbers of any type, such as Fraction."""
+Timed = tuple[Any, Any, Entry]
+"""Start, end and what ran. Times are sums of durations: numbers of any type, and exact if those are (Fraction)."""
 
 
-def timeline(order: Sequence[Sequence[Action]], cost: Callable[[Action], Any]) -> list[list[Timed]]:
+def timeline(order: Order, cost: Callable[[Action], Any]) -> list[list[Timed]]:
     """When each rank runs its passes, in its order, each as soon as the tensors that it needs are there.
 
-    ``cost`` is the duration of a pass; transfers take no time. Raises ContractError, with what every rank waits for, if
-    the order cannot be played to its end.
+    ``cost`` is the duration of a pass; a pair takes as long as both, and transfers take no time. Raises ContractError,
+    with what every rank waits for, if the order cannot be played to its end.
     """
-    last = max(action.stage for actions in order for action in actions)
+    last = max(action.stage for entries in order for entry in entries for action in entry.passes)
     ends: dict[tuple[str, int, int], Any] = {}
     played: list[list[Timed]] = [[] for _ in order]
 
     def is_ready(rank: int) -> bool:
         if len(played[rank]) == len(order[rank]):
             return False
-        next_action = order[rank][len(played[rank])]
-        return all(need in ends for need in needs(next_action, last))
+        next_entry = order[rank][len(played[rank])]
+        return all(need in ends for need in needs(next_entry, last))
 
     while runnable := [rank for rank in range(len(order)) if is_ready(rank)]:
         for rank in runnable:
-            action = order[rank][len(played[rank])]
+            entry = order[rank][len(played[rank])]
             rank_is_free = played[rank][-1][1] if played[rank] else 0
-            start = max([rank_is_free, *(ends[need] for need in needs(action, last))])
-            end = start + cost(action)
-            ends[made(action)] = end
-            played[rank].append((start, end, action))
-    waiting = [rank for rank, actions in enumerate(order) if len(played[rank]) < len(actions)]
+            start = max([rank_is_free, *(ends[need] for need in needs(entry, last))])
+            end = start + sum(cost(action) for action in entry.passes)
+            ends |= dict.fromkeys(map(made, entry.passes), end)
+            played[rank].append((start, end, entry))
+    waiting = [rank for rank, entries in enumerate(order) if len(played[rank]) < len(entries)]
     if waiting:
         raise ContractError([_waits(rank, order[rank][len(played[rank])], ends, last) for rank in waiting])
     return played
@@ -50,14 +50,26 @@ def idle_share(played: Sequence[Sequence[Timed]]) -> list[Any]:
     return [1 - sum(end - start for start, end, _ in actions) / duration for actions in played]
 
 
-def most_in_flight(actions: Sequence[Action]) -> int:
-    """Largest number of forward passes of a rank whose backward has not ended, weight gradients included."""
+def most_in_flight(entries: Sequence[Entry]) -> int:
+    """Largest number of forward passes of a rank whose backward has not ended, weight gradients included.
+
+    A pair counts as its forward and then its backward, though it holds less: forward fills what backward frees.
+    """
     in_flight = 0
     most = 0
-    for action in actions:
-        in_flight += CHANGE_IN_FLIGHT[action.kind]
-        most = max(most, in_flight)
+    for entry in entries:
+        for action in entry.passes:
+            in_flight += CHANGE_IN_FLIGHT[action.kind]
+            most = max(most, in_flight)
     return most
+
+
+def one_by_one(micro_batches: int) -> list[Action]:
+    """Order of a single stage without a schedule: each micro-batch forward and backward before the next."""
+    order = []
+    for number in range(micro_batches):
+        order += [Action("F", 0, number), Action("B", 0, number)]
+    return order
 
 
 def made(action: Action) -> tuple[str, int, int]:
@@ -69,8 +81,13 @@ def made(action: Action) -> tuple[str, int, int]:
     return kind, action.stage, action.micro_batch
 
 
-def needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
-    """Yield what a pass waits for, as :func:`made` names it. ``last``: the last stage."""
+def needs(entry: Entry, last: int) -> Iterator[tuple[str, int, int]]:
+    """Yield what a pass or a pair waits for, as :func:`made` names it. ``last``: the last stage."""
+    for action in entry.passes:
+        yield from _needs_of_pass(action, last)
+
+
+def _needs_of_pass(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
     stage = action.stage
     micro_batch = action.micro_batch
     if action.kind == "W":
@@ -84,7 +101,11 @@ def needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
             yield "I", stage + 1, micro_batch
 
 
-def _waits(rank: int, action: Action, ends: dict[tuple[str, int, int], Any], last: int) -> Problem:
-    kind, stage, micro_batch = next(need for need in needs(action, last) if need not in ends)
-    awaited = "forward" if kind == "F" else "backward"
-    return Problem(f"rank {rank} waits at {action} for the {awaited} of micro-batch {micro_batch} in stage {stage}.")
+def _waits(rank: int, entry: Entry, ends: dict[tuple[str, int, int], Any], last: int) -> Problem:
+    need = next(need for need in needs(entry, last) if need not in ends)
+    kind, stage, micro_batch = need
+    awaited = f"the {'forward' if kind == 'F' else 'backward'} of micro-batch {micro_batch} in stage {stage}"
+    if need in map(made, entry.passes):
+        first, second = entry.passes
+        return Problem(f"rank {rank} runs {first} and {second} as a pair, and one needs the other: {awaited}.")
+    return Problem(f"rank {rank} waits at {entry} for {awaited}.")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 from attrs import frozen
 
 from moefw.core.errors import PluginError
-from moefw.core.records import Action
+from moefw.core.records import Action, Entry, Order
 from moefw.runtime.pipeline.timeline import made, needs
 
 
@@ -21,35 +21,34 @@ class Receive:
     micro_batch: int
 
 
-Step = Action | Receive
+Step = Entry | Receive
 
 
-def with_transfers(
-    order: Sequence[Sequence[Action]], rank_of: Callable[[int], int], count: int
-) -> tuple[tuple[Step, ...], ...]:
-    """Each rank's passes, with the starts of its receives among them. It sends right behind a pass.
+def with_transfers(order: Order, rank_of: Callable[[int], int], count: int) -> tuple[tuple[Step, ...], ...]:
+    """Each rank's passes, with the starts of its receives among them. It sends right behind a pass or a pair.
 
     If all passes take equally long, a receiver begins when its sender does. ``count``: the number of stages. Raises
     PluginError if the lists wait for each other.
     """
     steps: list[list[Step]] = [[] for _ in order]
-    remaining = [list(reversed(actions)) for actions in order]  # the next pass of a rank is its last element
+    remaining = [list(reversed(entries)) for entries in order]  # what a rank runs next is its last element
     done: set[tuple[str, int, int]] = set()
     while any(remaining):
         ready = [
-            rank for rank, actions in enumerate(remaining) if actions and done.issuperset(needs(actions[-1], count - 1))
+            rank for rank, entries in enumerate(remaining) if entries and done.issuperset(needs(entries[-1], count - 1))
         ]
         if not ready:
-            waiting = ", ".join(f"{actions[-1]} on rank {rank}" for rank, actions in enumerate(remaining) if actions)
+            waiting = ", ".join(f"{entries[-1]} on rank {rank}" for rank, entries in enumerate(remaining) if entries)
             raise PluginError(f"the order of the pipeline never ends: {waiting} wait for passes that are not done.")
-        # One round: each rank that can runs one pass, and its receiver begins behind what it has run so far.
+        # One round: each rank that can runs one pass or pair, and its receivers begin behind what they have run so far.
         for rank in ready:
-            action = remaining[rank].pop()
-            steps[rank].append(action)
-            done.add(made(action))
-            receive = _receive_of_neighbour(action)
-            if receive is not None and 0 <= receive.stage < count and rank_of(receive.stage) != rank:
-                steps[rank_of(receive.stage)].append(receive)
+            entry = remaining[rank].pop()
+            steps[rank].append(entry)
+            for action in entry.passes:
+                done.add(made(action))
+                receive = _receive_of_neighbour(action)
+                if receive is not None and 0 <= receive.stage < count and rank_of(receive.stage) != rank:
+                    steps[rank_of(receive.stage)].append(receive)
     return tuple(map(tuple, steps))
 
 

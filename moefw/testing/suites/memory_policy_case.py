@@ -15,6 +15,7 @@ from moefw.plugins.memory.recompute.policy import RecomputePolicy
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory.dropped import drops
 from moefw.runtime.naming import canonical_parameters
+from moefw.runtime.phases import Phase
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import global_batch, open_model
 
@@ -165,7 +166,7 @@ def around_a_recomputed_region(policy: MemoryPolicy, region: str) -> tuple[int, 
             inside.append((StorageWeakRef(hidden.untyped_storage()), hidden.untyped_storage().nbytes()))
         return hidden.sin()
 
-    (layer,) = drops([policy.wrap(region, function)])
+    (layer,) = drops([Phase(policy.wrap(region, function))])
     x = torch.linspace(0.0, 1.0, 1000, requires_grad=True)
     out: Tensor = layer(x)
     ((storage, nbytes),) = inside

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from moefw.core.plugin import Plugin
-from moefw.core.records import Action
+from moefw.core.records import Order
 from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
@@ -37,9 +37,9 @@ def model_case(
     return LayerCase(tokens=case.tokens, parts={**case.parts, "train": train}, plugins=plugins)
 
 
-def told(layer_case: LayerCase, ranks: int, count: int) -> Sequence[Sequence[Action]]:
+def told(layer_case: LayerCase, ranks: int, count: int) -> Order:
     """Order of ``count`` micro-batches on ``ranks`` as this rank is told it."""
-    order: Sequence[Sequence[Action]] = layer_case.resolve().parts.pipeline.order(ranks, count)
+    order: Order = layer_case.resolve().parts.pipeline.order(ranks, count)
     return order
 
 

@@ -76,7 +76,7 @@ class AllGatherDispatcher(Dispatcher[_Gathered, _Gathered]):
         # (E) -> (2 + E) -> (P, 2 + E)
         own = F.pad(F.pad(counts_E, (1, 0), value=capacity), (1, 0), value=len(ids_TK))
         of_ranks = own.new_empty(self.experts.size, len(own))
-        all_gather(of_ranks.view(-1), own, group=self.experts.group)
+        all_gather(of_ranks.view(-1), own, group=self.experts.metadata_group)
         (lines,) = on_host(of_ranks)
         return [(line[0], line[1], line[2:]) for line in lines]
 
@@ -84,7 +84,7 @@ class AllGatherDispatcher(Dispatcher[_Gathered, _Gathered]):
         """Choices of all ranks, padded to the longest rank, ``(P * M, K)``. Padding has no experts, -1."""
         mine_MK = F.pad(ids_TK.to(torch.int32), (0, 0, 0, longest - len(ids_TK)), value=-1)
         gathered = mine_MK.new_empty(self.experts.size * longest, ids_TK.shape[1])
-        all_gather(gathered, mine_MK, group=self.experts.group)
+        all_gather(gathered, mine_MK, group=self.experts.metadata_group)
         return gathered.long()
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: _Gathered) -> Pending[_Gathered]:

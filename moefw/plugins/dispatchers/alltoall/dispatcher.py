@@ -90,7 +90,7 @@ class AllToAllDispatcher(Dispatcher[Metadata, Metadata]):
         ones = [1] * self.experts.size
         # (E) -> (P, e) -> (P, e + 1)
         lines_to_P = F.pad(by_rank(counts_E, self.experts), (0, 1), value=capacity)
-        lines_from_P = exchange_now(lines_to_P, ones, ones, self.experts.group)
+        lines_from_P = exchange_now(lines_to_P, ones, ones, self.experts.metadata_group)
         lines_to, lines_from = on_host(lines_to_P, lines_from_P)
         rows_to_Pe = [line[:-1] for line in lines_to]
         rows_from_Pe = [line[:-1] for line in lines_from]

@@ -44,7 +44,7 @@ def within(limit: Limit, experts: ExpertGroup, ids_TK: Tensor, *, row_alignment:
     choices = sort_choices(ids_TK, experts.num_experts)
     ones = [1] * experts.size
     lines_to_P = F.pad(by_rank(choices.counts, experts), (0, 1), value=num_tokens)
-    lines_from_P = exchange_now(lines_to_P, ones, ones, experts.group)
+    lines_from_P = exchange_now(lines_to_P, ones, ones, experts.metadata_group)
     rows_from_Pe = lines_from_P[:, :-1]
     lines_from: Sequence[Sequence[int]] = ()
     if counts_on_host or limit.max_tokens is None:

@@ -101,7 +101,7 @@ class LibraryDeepEP(Dispatcher[Choices, _Dispatched]):
     def _sum_over_ranks(self, capacity: int, device: torch.device) -> int:
         """Sum of the ranks' capacities. The host waits."""
         on_device = torch.full((), capacity, device=device)
-        dist.all_reduce(on_device, group=self.experts.group)
+        dist.all_reduce(on_device, group=self.experts.metadata_group)
         total: int = on_host(on_device)[0]
         return total
 

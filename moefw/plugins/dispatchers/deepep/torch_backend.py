@@ -56,13 +56,13 @@ class TorchDeepEP(Dispatcher[_Metadata, _Metadata]):
         counts_Pe = by_rank(count_ids(ids_TK, experts.num_experts), experts)
         lines_to_P = F.pad(torch.cat([to_ranks.counts.unsqueeze(1), counts_Pe], 1), (0, 1), value=routing.capacity or 0)
         ones = [1] * experts.size
-        sent, lines_from = on_host(to_ranks.counts, exchange_now(lines_to_P, ones, ones, experts.group))
+        sent, lines_from = on_host(to_ranks.counts, exchange_now(lines_to_P, ones, ones, experts.metadata_group))
         received = [line[0] for line in lines_from]
         choices_Pe = [line[1:-1] for line in lines_from]
         # The ids of the rows that arrive, as numbers of this rank's experts: (N, K)
         slots = to_ranks.slots(sum(sent))
         ids_NK = ids_TK.index_select(0, slots.rows.token_R).to(torch.int32)
-        local_NK = exchange_now(ids_NK, sent, received, experts.group).long() - experts.first_expert
+        local_NK = exchange_now(ids_NK, sent, received, experts.metadata_group).long() - experts.first_expert
         arrival = arrange(
             local_NK,
             experts.local_experts,

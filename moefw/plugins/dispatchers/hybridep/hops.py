@@ -122,7 +122,7 @@ def plan_hops(experts: ExpertGroup, node_size: int, ids_TK: Tensor, own: Agreed)
 
     # The ids travel along the hops as rows will: (T, K) -> (N', K) in this node -> (N, K) at this rank.
     network = _hop(experts, across_nodes, to_nodes, network_sent, network_received)
-    landed_NK = network.send_ids(ids_TK, experts.group)
+    landed_NK = network.send_ids(ids_TK, experts.metadata_group)
     to_ranks = sort_choices(distinct(experts.owners(landed_NK) - first), node_size)
     node = _hop(experts, inside_node, to_ranks, node_sent, node_received)
     origin_GM = torch.arange(experts.size, device=ids_TK.device).view(num_nodes, node_size).t()
@@ -130,7 +130,7 @@ def plan_hops(experts: ExpertGroup, node_size: int, ids_TK: Tensor, own: Agreed)
     return Hops(
         network=network,
         node=node,
-        arrived_NK=node.send_ids(landed_NK, experts.group),
+        arrived_NK=node.send_ids(landed_NK, experts.metadata_group),
         sources_N=sources_N,
         counts=counts,
         agreed=Agreed(capacity, most_tokens),
@@ -149,7 +149,7 @@ def _hop(experts: ExpertGroup, peers: slice, destinations: Sorted, sent: Splits,
 def _exchange(experts: ExpertGroup, peers: slice, lines: Tensor) -> Tensor:
     """Send a line of numbers to each of ``peers``, and return the lines that they sent to this rank."""
     splits = _spread(experts, peers, [1] * len(lines))
-    return exchange_now(lines.contiguous(), splits, splits, experts.group)
+    return exchange_now(lines.contiguous(), splits, splits, experts.metadata_group)
 
 
 def _spread(experts: ExpertGroup, peers: slice, rows: Splits) -> list[int]:

@@ -161,7 +161,7 @@ class LibraryHybridEP(Dispatcher[_Choices, _Dispatched]):
             return self.max_tokens, 0
         ones = [1] * self.experts.size
         lines_to_P = F.pad(torch.full((self.experts.size, 1), num_tokens, device=device), (0, 1), value=capacity or 0)
-        (lines_from,) = on_host(exchange_now(lines_to_P, ones, ones, self.experts.group))
+        (lines_from,) = on_host(exchange_now(lines_to_P, ones, ones, self.experts.metadata_group))
         lengths, capacities = zip(*lines_from, strict=True)
         return max(lengths), sum(capacities)
 
@@ -169,7 +169,7 @@ class LibraryHybridEP(Dispatcher[_Choices, _Dispatched]):
         """Number of rows, over all ranks, that choose this rank's experts. Stays on the device."""
         ones = [1] * self.experts.size
         sent_Pe = routing_TE.sum(0).view(self.experts.size, self.experts.local_experts)
-        return exchange_now(sent_Pe, ones, ones, self.experts.group).sum()
+        return exchange_now(sent_Pe, ones, ones, self.experts.metadata_group).sum()
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: _Choices) -> Pending[_Trip]:
         """Send each token once to each node, and there to the ranks of its experts."""

@@ -1,0 +1,100 @@
+"""A stage that runs for a plan, phase by phase, with the moments at which forward and backward reach each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, final
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from moefw.planner.layers import RunLayer
+from moefw.recording.recorder import Recorder
+from moefw.runtime.phases import Function, Phase
+
+
+@final
+class RecordedStage:
+    """The phases of a stage that run. Boundary i is before phase i, and the last one behind all of them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.phases: list[Phase] = []
+        self.layers: list[RunLayer | None] = []
+        """The layer of each phase; None: the begin and the end of the stage."""
+        self.forward: list[int] = [0]
+        """The moment at which forward reached each boundary."""
+        self.backward: list[int] = [0]
+        """The moment at which backward had the gradients of all tensors at each boundary."""
+
+    def add(self, phase: Phase, layer: RunLayer | None = None) -> None:
+        """Append a phase, which notes when forward and backward reach the boundary before it."""
+        boundary = len(self.phases)
+        self.layers.append(layer)
+        self.forward.append(0)
+        self.backward.append(0)
+
+        def noting(function: Function) -> Function:
+            def run(value: Any) -> Any:
+                self._note(boundary, value)
+                return function(value)
+
+            return run
+
+        self.phases.append(phase.wrapped(noting))
+
+    def end(self, kind: str, began: int, ended: int) -> None:
+        """Note the moments between which a pass of ``kind``, ``F`` or ``B``, ran."""
+        if kind == "F":
+            self.forward[0] = began
+            self.forward[-1] = ended
+        else:
+            self.backward[-1] = began
+            self.backward[0] = ended
+
+    def forward_of(self, phase: int) -> range:
+        """Moments of the forward of a phase."""
+        return range(self.forward[phase], self.forward[phase + 1])
+
+    def backward_of(self, phase: int) -> range:
+        """Moments of the backward of a phase."""
+        return range(self.backward[phase + 1], self.backward[phase])
+
+    def spans(self) -> Iterator[tuple[RunLayer, range, range]]:
+        """Yield the layers that stand for others, with the moments of their forward and of their backward."""
+        for layer, numbers in self._by_layer():
+            if layer is not None and layer.more:
+                first = numbers[0]
+                behind = numbers[-1] + 1
+                forward = range(self.forward[first], self.forward[behind])
+                backward = range(self.backward[behind], self.backward[first])
+                yield layer, forward, backward
+
+    def whole(self) -> list[tuple[int, int]]:
+        """Phases of the stage with all of its layers: the number of the phase that runs for each, and how many layers
+        like its own are behind that layer.
+
+        A layer that stands for others counts as the last one of its row.
+        """
+        phases: list[tuple[int, int]] = []
+        for layer, numbers in self._by_layer():
+            more = 0 if layer is None else layer.more
+            for behind in range(more, -1, -1):
+                phases += [(number, behind) for number in numbers]
+        return phases
+
+    def _by_layer(self) -> Iterator[tuple[RunLayer | None, Sequence[int]]]:
+        """Yield each layer with the numbers of its phases."""
+        for layer, numbers in groupby(range(len(self.phases)), key=self.layers.__getitem__):
+            yield layer, [*numbers]
+
+    def _note(self, boundary: int, value: Any) -> None:
+        self.forward[boundary] = self._recorder.now
+
+        def reached(grad: Tensor) -> None:
+            self.backward[boundary] = self._recorder.now  # the last tensor's gradient decides
+
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(reached)
