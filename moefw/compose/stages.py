@@ -62,18 +62,17 @@ def _problems_of_step(
     """Yield why a schedule cannot run a step of so many micro-batches, or not as it is asked to."""
     problems = [*pipeline.check_batches(ranks, micro_batches)]
     yield from (evolve(problem, where=problem.where or "train.tokens_per_step") for problem in problems)
-    if problems:
+    if problems or not (pipeline.merges or delay_wgrads):
         return
-    order = pipeline.order(ranks, micro_batches)
-    if pipeline.merges and not any(isinstance(entry, Pair) for entries in order for entry in entries):
+    listed = [entry for entries in pipeline.order(ranks, micro_batches) for entry in entries]
+    if pipeline.merges and not any(isinstance(entry, Pair) for entry in listed):
         yield Problem(
             f"{pipeline.name} runs the backward of a micro-batch beside the forward of a later one, and there is none "
             f"in a step of {micro_batches}.",
             "Use more micro-batches a step: a larger tokens_per_step, or a smaller micro_batch.",
             "train.tokens_per_step",
         )
-    kinds = {action.kind for entries in order for entry in entries for action in entry.passes}
-    if delay_wgrads and "B" not in kinds:
+    if delay_wgrads and not any(action.kind == "B" for entry in listed for action in entry.passes):
         yield Problem(
             f"delay_wgrads has nothing to delay: {pipeline.name} computes weight gradients in passes of their own.",
             "Leave it out, or use another pipeline, such as 1f1b.",

@@ -83,6 +83,7 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
 
     A micro-batch behind the first one begins with gradients, and needs more than the first. In a pipeline, a pass
     before there are gradients may have more micro-batches in flight than any pass later, so there both are measured.
+    So are both where passes are merged: of two micro-batches, the only pair begins without gradients.
     """
     with _recorded(assembly, count, position, gradients=count > 1) as (batch, layout, shared):
         batch.forward()
@@ -96,7 +97,8 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
         update = Peak(place="optimizer", operands=0, saved=0, gathered=0, passing=ledger.held.step_passing)
         peaks = [usage.peak(all_gradients), update]
         ledger = evolve(ledger, regions=regions, work=tuple(batch.work()), pools=pools)
-    if assembly.layout.sizes.get("pp", 1) > 1 and count > 1:
+    has_schedule = assembly.layout.sizes.get("pp", 1) > 1 or assembly.parts.pipeline.merges
+    if has_schedule and count > 1:
         with _recorded(assembly, count, position, gradients=False) as (batch, _, _):
             batch.forward()
             batch.backward()

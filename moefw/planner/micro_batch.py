@@ -21,7 +21,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
-from moefw.core.records import Action, Entry, Stage
+from moefw.core.records import Action, Stage
 from moefw.core.stages import Batch
 from moefw.planner.gathering import Gathering, Reduced, Unit
 from moefw.planner.layers import InPhases, RunLayer, run_layers
@@ -87,6 +87,7 @@ class MicroBatch:
         self.saved_in: dict[int, range] = {}
         """The moments between which forward of each stage saves what its backward needs."""
         self._played: Iterator[Any] | None = None
+        self._by_phase = assembly.parts.pipeline.merges or train.delay_wgrads
         self.stages: dict[int, RecordedStage] = {}
         """The stages of this rank that ran, by index."""
         self.operations.learn_weights(self.model)
@@ -151,8 +152,8 @@ class MicroBatch:
         recorder = self.recorder
         loss = self._loss
         if self._played is not None:
-            for _ in self._played:
-                raise AssertionError("all forwards come before the first backward")
+            for _, output in self._played:
+                assert output is None, "all forwards come before the first backward"
             if self._reduced == "pipeline":
                 with recorder.places.phase("backward"), self.operations:
                     for unit in self.units:
@@ -205,18 +206,17 @@ class MicroBatch:
             OwnStages(stages, link),
             [batch],
             delay_wgrads=self.assembly.spec.train.delay_wgrads,
-            by_phase=self.assembly.parts.pipeline.merges,
+            by_phase=self._by_phase,
         )
         self._played = player.play(self._pass)
         for shortened in stages:
             began = self.recorder.now
-            next(self._played)  # the player yields after each forward
+            next(self._played)
             self.saved_in[shortened.stage.index] = range(began, self.recorder.now)
 
     @contextmanager
-    def _pass(self, action: Entry) -> Iterator[None]:
+    def _pass(self, action: Action, beside: Action | None) -> Iterator[None]:
         """Record one pass of a stage."""
-        assert isinstance(action, Action), "one micro-batch has no pairs"
         began = max((window.stop for window in self.passes.values()), default=self.begin)
         with self.recorder.places.phase("forward" if action.kind == "F" else "backward"), self.operations:
             yield
@@ -236,7 +236,7 @@ class MicroBatch:
         def enter(arrived: Arrived) -> Any:
             return model.enter(stage, arrived.batch, arrived.tensors)
 
-        recorded = RecordedStage(self.recorder)
+        recorded = RecordedStage(self.recorder, by_phase=self._by_phase)
         recorded.add(Phase(enter))
         for layer in self.layers:
             if layer.number in stage.layers:

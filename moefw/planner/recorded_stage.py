@@ -16,10 +16,14 @@ from moefw.runtime.phases import Function, Phase
 
 @final
 class RecordedStage:
-    """The phases of a stage that run. Boundary i is before phase i, and the last one behind all of them."""
+    """The phases of a stage that run. Boundary i is before phase i, and the last one behind all of them.
 
-    def __init__(self, recorder: Recorder) -> None:
+    ``by_phase``: whether each phase has a graph of its own, so that its backward begins with all of its gradients.
+    """
+
+    def __init__(self, recorder: Recorder, *, by_phase: bool) -> None:
         self._recorder = recorder
+        self._by_phase = by_phase
         self.phases: list[Phase] = []
         self.layers: list[RunLayer | None] = []
         """The layer of each phase; None: the begin and the end of the stage."""
@@ -29,7 +33,7 @@ class RecordedStage:
         """The moment at which backward had the gradients of all tensors at each boundary."""
 
     def add(self, phase: Phase, layer: RunLayer | None = None) -> None:
-        """Append a phase, which notes when forward and backward reach the boundary before it."""
+        """Append a phase, which notes when forward reaches the boundary before it, and backward the one behind it."""
         boundary = len(self.phases)
         self.layers.append(layer)
         self.forward.append(0)
@@ -37,8 +41,10 @@ class RecordedStage:
 
         def noting(function: Function) -> Function:
             def run(value: Any) -> Any:
-                self._note(boundary, value)
-                return function(value)
+                self.forward[boundary] = self._recorder.now
+                outputs = function(value)
+                self._note_backward(boundary + 1, outputs)
+                return outputs
 
             return run
 
@@ -89,12 +95,15 @@ class RecordedStage:
         for layer, numbers in groupby(range(len(self.phases)), key=self.layers.__getitem__):
             yield layer, [*numbers]
 
-    def _note(self, boundary: int, value: Any) -> None:
-        self.forward[boundary] = self._recorder.now
+    def _note_backward(self, boundary: int, outputs: Any) -> None:
+        """Let the gradients of a phase's outputs note when backward has all of them."""
 
         def reached(grad: Tensor) -> None:
-            self.backward[boundary] = self._recorder.now  # the last tensor's gradient decides
+            # In one graph the last gradient that is computed decides. In a graph of its own a phase has all of them
+            # when it begins, and the first one that it reads decides.
+            if not self._by_phase or self.backward[boundary] == 0:
+                self.backward[boundary] = self._recorder.now
 
-        for leaf in tree_leaves(value):
+        for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(reached)

@@ -8,7 +8,7 @@ beside the recorded one (:meth:`Usage._bytes_beside_passes`). What a rank holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import final
 
@@ -75,16 +75,19 @@ class Usage:
         # first that makes them, or the last one of a step, which reduces and frees those of all.
         if batch.frees_gradients or not gradients:
             self._counted_kinds = (None, GATHERED, GRADIENTS)
-        self._recorded_bytes = self._sum_of_changes()
+        self._recorded_bytes = self._sum_of_changes(self._counted_kinds)
+        # Of a micro-batch beside another one: both use the same gathered weights.
+        self._bytes_of_its_own = self._sum_of_changes(kind for kind in self._counted_kinds if kind != GATHERED)
         self._not_run = list(self._layers_not_run())
         self._beside = list(self._bytes_beside_passes())
 
-    def _sum_of_changes(self) -> list[int]:
-        """Bytes in use at each moment up to the end, of the storages that were recorded."""
+    def _sum_of_changes(self, kinds: Iterable[str | None]) -> list[int]:
+        """Bytes in use at each moment up to the end, of the storages of these kinds that were recorded."""
+        counted = set(kinds)
         end = self._batch.end
         changes = [0] * (end + 1)
         for life in self._batch.recorder.lives:
-            if life.kind in self._counted_kinds:
+            if life.kind in counted:
                 changes[life.began] += life.nbytes
                 if life.ended <= end:
                     changes[life.ended] -= life.nbytes
@@ -101,6 +104,10 @@ class Usage:
         """Bytes in use at a moment, of the recorded micro-batch in all layers."""
         return self._recorded_bytes[moment] + sum(sum(layers.at(moment)) for layers in self._not_run)
 
+    def _own_at(self, moment: int) -> int:
+        """The same without gathered weights."""
+        return self._bytes_of_its_own[moment] + sum(sum(layers.at(moment)) for layers in self._not_run)
+
     def _bytes_beside_passes(self) -> Iterator[tuple[range, int]]:
         """Yield the moments of each recorded pass of a pipeline, and the most bytes that are held beside it.
 
@@ -113,16 +120,16 @@ class Usage:
                      + what was received for later passes + what is still being sent
 
         The second sum is in the recording already. The schedule has each recorded pass once for each micro-batch; the
-        largest value counts, also of the phases of a pass in a pair, whose partner holds more or less as it goes on.
-        Passes of weight gradients are not recorded. Only those passes count that begin with
-        gradients of earlier ones, if the recording did, and only those that begin without, if it did not: the first
-        backward of a stage begins without, and so does a forward before all backwards. Yields nothing without a
-        pipeline.
+        largest value counts, also over the phases of a pass in a pair, whose partner holds more or less as it goes on.
+        Passes of weight gradients are not recorded. Only those passes count that begin with gradients of earlier ones,
+        if the recording did, and only those that begin without, if it did not: the first backward of a stage begins
+        without, and so does a forward before all backwards. Yields nothing without a schedule.
         """
         link = self._batch.link
         if link is None:
             return
-        saved = {stage: self._at(span.stop) - self._at(span.start) for stage, span in self._batch.saved_in.items()}
+        spans = self._batch.saved_in
+        saved = {stage: self._own_at(span.stop) - self._own_at(span.start) for stage, span in spans.items()}
         in_flight = dict.fromkeys(saved, 0)
         most: dict[tuple[int, int], int] = {}
         received: dict[tuple[str, int, int], int] = {}
@@ -188,7 +195,8 @@ class Usage:
                 left_back -= 1
                 if action is step.backward:
                     number, behind = phases_back[left_back]
-                    partner = self._level(ahead, ahead.forward, phases_ahead, done_ahead) - self._at(ahead.forward[0])
+                    partner = self._level(ahead, ahead.forward, phases_ahead, done_ahead)
+                    partner -= self._own_at(ahead.forward[0])
                     partner -= behind * self._saved_by_layer(back, number)
                     yield back.backward_of(number), partner
 
@@ -197,9 +205,9 @@ class Usage:
     ) -> int:
         """Bytes in use when a pass is at a boundary between the phases of the whole stage."""
         if boundary == len(phases):
-            return self._at(moments[-1])
+            return self._own_at(moments[-1])
         number, behind = phases[boundary]
-        return self._at(moments[number]) - behind * self._saved_by_layer(stage, number)
+        return self._own_at(moments[number]) - behind * self._saved_by_layer(stage, number)
 
     def _saved_by_layer(self, stage: RecordedStage, number: int) -> int:
         """Bytes that forward of the layer of a phase saves; 0 outside of layers."""
@@ -207,7 +215,7 @@ class Usage:
         if layer is None or not layer.more:
             return 0
         (forward,) = (forward for other, forward, _ in stage.spans() if other is layer)
-        return self._recorded_bytes[forward.stop] - self._recorded_bytes[forward.start]
+        return self._bytes_of_its_own[forward.stop] - self._bytes_of_its_own[forward.start]
 
     @staticmethod
     def _has_gradients(action: Action, stages_with_gradients: set[int]) -> bool:

@@ -211,6 +211,16 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
             ("host, optimizer-bf16", [{"use": "optimizer-offload", "update": "host"}, {"use": "optimizer-bf16"}], {}),
         ),
     },
+    "pipeline": {
+        "interleaved": (
+            ("", {"use": "interleaved"}, {}),
+            ("merged", {"use": "interleaved", "merged": True}, {}),
+        ),
+        "dualpipe-v": (
+            ("", {"use": "dualpipe-v"}, {}),
+            ("merged", {"use": "dualpipe-v", "merged": True}, {}),
+        ),
+    },
     "parallel": {
         "folded": _layouts("folded", (*_FOLDED, *_FOLDED_PP)),
         "coupled": _layouts("coupled", (*_COUPLED, *_COUPLED_PP)),

@@ -44,6 +44,7 @@ class StagedModel:
         chosen = {section: variant.choice for section, variant in self.parts.items()}
         if not staged:
             chosen["parallel"] = {key: value for key, value in chosen["parallel"].items() if key != "pp"}
+            del chosen["pipeline"]
         return {**SMALL, "model": dict(SIZES), "train": {**train, "optimizer": optimizer}, **chosen}
 
     def yaml(self) -> str:

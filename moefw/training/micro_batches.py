@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from torch import nn
 
-from moefw.core.records import Action, Entry, Pair
+from moefw.core.records import Action, Pair
 from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.pipeline.player import Player
@@ -18,8 +18,6 @@ from moefw.training.step_sums import Tally
 
 PASSES: Final = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 """The sections of a clock in which passes of a pipeline count."""
-MERGED: Final = "forward and backward"
-"""The section in which a pair of passes counts."""
 
 
 class Clock(Protocol):
@@ -70,18 +68,19 @@ def in_stages(model: Any, *, keep_routes: bool = False, reduce_once: bool = Fals
             return f"{PASSES[action.kind]} {where} in stage {action.stage} of {len(model.link.stages)}"
 
         @contextmanager
-        def around(entry: Entry) -> Iterator[None]:
-            section = MERGED if isinstance(entry, Pair) else PASSES[entry.kind]
-            with clock(section):
-                stamp(" beside ".join(map(told, entry.passes)))
+        def around(action: Action, beside: Action | None) -> Iterator[None]:
+            with clock(PASSES[action.kind]):
+                stamp(told(action) if beside is None else f"{told(action)}, beside the {told(beside)}")
                 yield
-                if section != PASSES["F"] and not once:
-                    _reduce_pass(model)
 
         once = reduce_once and len(batches) > 1
         with _gathered(model), _adding_up(model, unsharded=once) as reduce_next:
-            for number, output in Player(model, batches, delay_wgrads=delay_wgrads).play(around):
-                tally.add(output, number)
+            for entry, output in Player(model, batches, delay_wgrads=delay_wgrads).play(around):
+                if output is not None:
+                    tally.add(output, entry.passes[0].micro_batch)
+                if entry.passes[-1].kind != "F" and not once:
+                    with clock(PASSES[entry.passes[-1].kind]):
+                        _reduce_pass(model)
             if once:
                 with clock(PASSES["W"]):
                     stamp("reduction of gradients")

@@ -45,7 +45,8 @@ from moefw.training.generate import Reader
 from moefw.training.measured import Measured, measure, measure_here
 from pairwise import deep, each_value, quick
 
-SCHEDULES = [one.label for one in variants(Registry())["pipeline"]]
+SCHEDULES = [one.label for one in variants(Registry())["pipeline"] if one.label != "merged"]
+"""Those of several stages, whose passes run one behind another."""
 MICRO_BATCHES = 4
 SIZES = {"vocab_size": 64, "num_layers": 4, "mtp_layers": 1, "num_dense_layers": 0}
 ADAM = {"use": "adamw", "eps": 1e-6}
@@ -195,10 +196,10 @@ def played(schedule: str, ranks: int) -> tuple[list[Action], int]:
     player, ran, held = Player(model, batches), list[Action](), [0]
 
     @contextmanager
-    def noted(action: Action) -> Any:
+    def noted(action: Action, beside: Action | None) -> Any:
         yield
         ran.append(action)
-        held.append(len(player._calls))
+        held.append(sum(bool(in_flight._calls) for in_flight in player._in_flight.values()))
 
     for _ in player.play(noted):
         pass

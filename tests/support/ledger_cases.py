@@ -51,6 +51,8 @@ MODEL = {
 }
 ATTENTION = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
 TRAIN = {"micro_batch": 2, "seq_len": 256, "tokens_per_step": 4096}
+LONGER = {**TRAIN, "tokens_per_step": 8192}
+"""Four micro-batches where dp is 4."""
 BRIEF = {**TRAIN, "tokens_per_step": 2048}
 """One micro-batch where dp is 4."""
 RUN = {"device": "cpu"}
@@ -206,6 +208,18 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         {**SHARED_OUT, "train": {**TRAIN, "reduce_gradients": "step"}},
         8,
     ),
+    "weight gradients delayed": ({**ONCE_A_RANK, "train": {**TRAIN, "delay_wgrads": True}}, 4),
+    "merged": ({**ONCE_A_RANK, "train": LONGER, "pipeline": {"use": "merged"}}, 4),
+    "merged, six layers, weight gradients delayed": (
+        {
+            **ONCE_A_RANK,
+            "model": LONG,
+            "train": {**LONGER, "delay_wgrads": True},
+            "pipeline": {"use": "merged"},
+            "memory": [recompute("mlp_norm", "dispatch", "expert_fc1"), offload("attention")],
+        },
+        4,
+    ),
     "choices dropped": ({**ONCE_A_RANK, "train": BRIEF, "routing": {"use": "topk", "capacity": {"factor": 0.5}}}, 4),
     "a third party's dispatcher and memory policy": (
         {
@@ -218,6 +232,7 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 QUICK = (
+    "merged, six layers, weight gradients delayed",
     "sharded, layers recomputed",
     "sharded, six layers offloaded, one micro-batch",
     "loop, delayed scales",
@@ -303,6 +318,8 @@ def check(assembly: Assembly) -> None:
     assert not found.unknown
     check_held(found, measured)
     assert found.totals["saved"] + found.pools == pytest.approx(measured.saved_bytes, rel=SAVED)
-    assert found.totals["offloaded"] == measured.off_device
+    # Each micro-batch in flight has buffers of its own, for as much of it as has run.
+    offloaded = found.totals["offloaded"]
+    assert offloaded <= measured.off_device <= found.in_flight * offloaded
     assert found.peak_bytes == pytest.approx(measured.peak, rel=PEAK), (found.peak, measured.peak_place)
     check_work(found, measured)

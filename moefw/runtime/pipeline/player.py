@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, cast, final
 
 import torch
@@ -25,6 +26,8 @@ Key = tuple[int, int]
 """A stage and a micro-batch."""
 Wait = Callable[[], Sequence[Any]]
 """Waits for tensors under way, and returns them."""
+Around = Callable[[Action, Action | None], AbstractContextManager[None]]
+"""Context of a pass, or of some phases of a pass and, second, its partner in a pair."""
 
 
 @final
@@ -46,8 +49,8 @@ class Player:
         self._in_flight = dict(self._prepared(delay_wgrads=delay_wgrads, by_phase=by_phase))
         self._inputs: dict[Key, Wait] = {}
         self._grads: dict[Key, Wait] = {}
-        self._outputs: list[tuple[int, Output | Passed]] = []
-        """Micro-batches and outputs of the forwards that have just run."""
+        self._outputs: list[Output | Passed] = []
+        """The output of the forward that has just run."""
         self._passed: dict[Key, Sequence[Tensor]] = {}
         """Tensors without memory, like those passed on, whose gradients come back."""
 
@@ -56,7 +59,7 @@ class Player:
         entries = [step for step in self._steps if not isinstance(step, Receive)]
         actions = [action for entry in entries for action in entry.passes]
         in_pairs = {_key(action) for entry in entries if isinstance(entry, Pair) for action in entry.passes}
-        in_parts = {_key(action) for action in actions if action.kind == "W"}
+        in_parts = {_key(action) for action in actions if action.kind == "I"}
         for key in dict.fromkeys(map(_key, actions)):
             phases = self.stages[key[0]].phases
             fills_movements = delay_wgrads and key not in in_parts
@@ -65,59 +68,56 @@ class Player:
             wgrads = Wgrads() if key in in_parts or fills_movements else None
             yield key, InFlight(phases, wgrads, fills_movements=fills_movements)
 
-    def play(self, around: Callable[[Entry], AbstractContextManager[None]]) -> Iterator[tuple[int, Output | Passed]]:
-        """Yield the micro-batch and the output, without graph and tensors, of each forward on this rank.
+    def play(self, around: Around) -> Iterator[tuple[Entry, Output | Passed | None]]:
+        """Yield what has run, one by one: a pass or a pair, and the output of its forward, without graph and tensors.
 
-        Each pass, or pair of them, runs in the context ``around`` it.
+        Each pass runs in the context ``around`` it, and in a pair each run of phases of one pass.
         """
         for step in self._steps:
             if isinstance(step, Receive):
                 self._receive(step.kind, _key(step))
                 continue
-            with around(step):
-                self._run(step)
-            while self._outputs:
-                yield self._outputs.pop()
+            if isinstance(step, Pair):
+                self._run_pair(step, around)
+            else:
+                self.link.playing = step
+                with around(step, None):
+                    self._run(step)
+            yield step, self._outputs.pop() if self._outputs else None
         self.link.playing = None
         self.link.flush()
 
-    def _run(self, entry: Entry) -> None:
-        if isinstance(entry, Pair):
-            self._run_pair(entry)
-            return
-        self.link.playing = entry
-        if entry.kind == "F":
-            self._run_forward(_key(entry))
-        elif entry.kind == "W":
-            self._run_wgrads(_key(entry))
+    def _run(self, action: Action) -> None:
+        key = _key(action)
+        if action.kind == "F":
+            in_flight = self._begin_forward(key)
+            for _ in in_flight.phases:
+                in_flight.forward()
+            self._end_forward(key)
+        elif action.kind == "W":
+            self._run_wgrads(key)
         else:
-            self._run_backward(_key(entry))
+            in_flight = self._begin_backward(key)
+            for _ in in_flight.phases:
+                in_flight.backward()
+            self._end_backward(key)
 
-    def _run_pair(self, pair: Pair) -> None:
+    def _run_pair(self, pair: Pair, around: Around) -> None:
         """Run a forward and a backward phase by phase. What both make is sent behind both."""
-        ahead = self._begin_forward(_key(pair.forward))
-        back = self._begin_backward(_key(pair.backward))
-        for kind in merged(ahead.phases, back.phases):
-            if kind == "F":
-                self.link.playing = pair.forward
-                ahead.forward()
-            else:
-                self.link.playing = pair.backward
-                back.backward()
-        self._end_forward(_key(pair.forward))
-        self._end_backward(_key(pair.backward))
-
-    def _run_forward(self, key: Key) -> None:
-        in_flight = self._begin_forward(key)
-        for _ in in_flight.phases:
-            in_flight.forward()
-        self._end_forward(key)
-
-    def _run_backward(self, key: Key) -> None:
-        in_flight = self._begin_backward(key)
-        for _ in in_flight.phases:
-            in_flight.backward()
-        self._end_backward(key)
+        forward, backward = pair.passes
+        ahead = self._begin_forward(_key(forward))
+        back = self._begin_backward(_key(backward))
+        for kind, phases in groupby(merged(ahead.phases, back.phases)):
+            action, beside = (forward, backward) if kind == "F" else (backward, forward)
+            self.link.playing = action
+            with around(action, beside):
+                for _ in phases:
+                    if kind == "F":
+                        ahead.forward()
+                    else:
+                        back.backward()
+        self._end_forward(_key(forward))
+        self._end_backward(_key(backward))
 
     def _run_wgrads(self, key: Key) -> None:
         wgrads = self._in_flight.pop(key).wgrads
@@ -149,14 +149,14 @@ class Player:
         if isinstance(output, Passed):
             self._passed[key] = [torch.empty_like(tensor, device="meta") for tensor in output.tensors]
             self._pass_on(stage, "forward", output.tensors, number=number, inbox=self._inputs)
-            self._outputs.append((number, replace(output, tensors=())))
+            self._outputs.append(replace(output, tensors=()))
             return
         # The last stage: backward begins with the scale of the loss as the gradient of each of its terms.
         scale = self.batches[number].loss_scale
         scales = [scale for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._grads[key] = lambda: scales
         without_graph: Output = tree_map_only(Tensor, torch.detach, output)
-        self._outputs.append((number, without_graph))
+        self._outputs.append(without_graph)
 
     def _begin_backward(self, key: Key) -> InFlight:
         """Wait for the gradients with which a backward begins."""

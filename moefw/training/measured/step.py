@@ -36,6 +36,8 @@ from moefw.training.micro_batches import PASSES
 _ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
 ENOUGH: Final = 2
 """Number of micro-batches: the first finds no gradients, and all later ones are like the second."""
+ENOUGH_MERGED: Final = 3
+"""The same where passes are merged: the second pair is the first one that finds gradients."""
 
 
 def measure(assembly: Assembly, *, rank: int = 0, micro_batches: int | None = None) -> Measured:
@@ -101,7 +103,7 @@ class _Step:
         train = self.assembly.spec.train
         if micro_batches is None:
             of_a_step = train.tokens_per_step // (self.layout.size("dp") * train.seq_len * train.micro_batch)
-            count = min(max(1, of_a_step), ENOUGH)
+            count = min(max(1, of_a_step), ENOUGH_MERGED if self.assembly.parts.pipeline.merges else ENOUGH)
         else:
             count = micro_batches
         self._label(self.model.parameters(), "parameters")

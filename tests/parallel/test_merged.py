@@ -1,0 +1,346 @@
+"""Merged passes: a forward beside the backward of another micro-batch changes no bit, and hides movements."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import moefw
+from dispatchers import DISPATCHERS
+from fake_steps import fake_assembly
+from memory_cases import offload, recompute
+from moefw.core.errors import ContractError, PlanError
+from moefw.core.records import Action, Pair
+from moefw.plugins.pipelines.interleaved import Interleaved
+from moefw.plugins.pipelines.merged import Merged
+from moefw.plugins.pipelines.v_shaped import DualPipeV
+from moefw.runtime.communication.movement import _Flight
+from moefw.runtime.naming import canonical_parameters
+from moefw.runtime.phases import Phase
+from moefw.runtime.pipeline.merging import merged
+from moefw.runtime.pipeline.timeline import idle_share, most_in_flight, timeline
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.pool import RankPool
+from moefw.testing.suites.runs import global_batch, open_model, whole_model
+from moefw.testing.suites.watch import same_bits
+from moefw.testing.training import SMALL
+from moefw.training import micro_batches
+from moefw.training.engine import Engine
+from pairwise import each_value
+
+SIZES = {"shared_expert_dim": 16, "vocab_size": 64, "num_layers": 3, "num_dense_layers": 1, "mtp_layers": 1}
+MICRO_BATCHES = 4
+MERGED = {"use": "merged"}
+WORLDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "1 rank": (1, {}),
+    "2 ranks": (2, {"experts": {"ep": 2}}),
+    "4 ranks": (4, {"dense": {"dp": 2, "tp": 2}, "experts": {"ep": 4}}),
+    "4 ranks, sharded": (4, {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}),
+}
+BUDGET = {"use": "hybridep", "backend": "torch", "rank_capacity": 4.0}
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "recompute": {"memory": [recompute("attn_norm", "mlp_norm", "dispatch", "expert_fc1")]},
+    "offload": {"memory": [offload("attention", "experts")]},
+    "stash": {
+        "dispatch": BUDGET,
+        "memory": [{"use": "paged-stash", "regions": ["experts"], "page_rows": 8}],
+    },
+    "nvfp4": {"precision": {"use": "nvfp4", "backend": "emulate"}},
+    "gradients in bf16": {"train": {"main_gradients": "bfloat16"}},
+    "reduced once": {"train": {"reduce_gradients": "step"}},
+    "loop": {"gemm": {"use": "loop"}},
+}
+
+
+def case_of(ranks: int, *, train: Mapping[str, Any] | None = None, **parts: Any) -> LayerCase:
+    """Whole model with four micro-batches a step, whose size does not depend on the number of ranks."""
+    case = whole_model(ranks, parts=parts, plugins=(), micro_batch=1, sizes=SIZES)
+    settings = {**case.parts["train"], **(train or {})}
+    dense = parts.get("parallel", {}).get("dense", {})
+    copies = ranks // (dense.get("tp", 1) * parts.get("parallel", {}).get("pp", 1))
+    settings["tokens_per_step"] = MICRO_BATCHES * copies * settings["seq_len"]
+    return LayerCase(tokens=case.tokens, parts={**case.parts, "train": settings}, plugins=())
+
+
+def stepped(case: LayerCase) -> dict[str, Tensor]:
+    """Loss, gradient norm and all gradients of this rank after a step."""
+    model, assembly, layout, shared = open_model(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = Engine.of(model, optimizer, layout, assembly.spec.train)
+    result = engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
+    results = {"the loss": torch.tensor(result.loss), "the norm": torch.tensor(result.grad_norm)}
+    for piece in canonical_parameters(model):
+        if piece.parameter.grad is not None:
+            gradient: Any = piece.parameter.grad
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            results[piece.name] = local.clone()
+    shared.close()
+    return results
+
+
+def both(case: LayerCase, other: LayerCase) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return stepped(case), stepped(other)
+
+
+def assert_same_bits(pool: RankPool, ranks: int, case: LayerCase, other: LayerCase) -> None:
+    for rank, (plain, results) in enumerate(pool.run(both, ranks, case, other)):
+        assert plain.keys() == results.keys()
+        assert [name for name in plain if not same_bits(plain[name], results[name])] == [], rank
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(("dispatcher", "world", "way"), each_value(DISPATCHERS, WORLDS, WAYS))
+def test_merged_passes_have_the_bits_of_passes_in_order(
+    pool: RankPool, dispatcher: str, world: str, way: str, delayed: bool
+) -> None:
+    ranks, parallel = WORLDS[world]
+    parts = {"dispatch": DISPATCHERS[dispatcher], "parallel": parallel, **WAYS[way]}
+    train = {**parts.pop("train", {})}
+    plain = case_of(ranks, train=train, **parts)
+    changed = case_of(ranks, train={**train, "delay_wgrads": delayed}, pipeline=MERGED, **parts)
+    assert_same_bits(pool, ranks, plain, changed)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_weight_gradients_may_wait_for_a_movement_without_merging(pool: RankPool, world: str) -> None:
+    ranks, parallel = WORLDS[world]
+    plain = case_of(ranks, parallel=parallel)
+    assert_same_bits(pool, ranks, plain, case_of(ranks, parallel=parallel, train={"delay_wgrads": True}))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe-v"])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_merged_pipeline_has_the_bits_of_the_same_schedule_apart(
+    pool: RankPool, schedule: str, delayed: bool
+) -> None:
+    parallel = {"pp": 2, "experts": {"ep": 2}}
+    train = {"delay_wgrads": delayed}
+    plain = case_of(4, parallel=parallel, pipeline={"use": schedule})
+    changed = case_of(4, parallel=parallel, pipeline={"use": schedule, "merged": True}, train=train)
+    assert_same_bits(pool, 4, plain, changed)
+
+
+# The order of phases.
+
+
+def moe(layers: int) -> list[Phase]:
+    """Phases of MoE layers, without a begin and an end."""
+    layer = [
+        Phase(str, starts=True),
+        Phase(str, finishes=True),
+        Phase(str, starts=True),
+        Phase(str, finishes=True),
+    ]
+    return layer * layers
+
+
+NAMES = ("attend", "receive", "compute", "collect")
+
+
+def named(order: Sequence[str], forward: int, backward: int) -> list[str]:
+    """Names of the phases of an order; ' for backward."""
+    ahead = 0
+    back = 4 * backward
+    names = []
+    for kind in order:
+        if kind == "F":
+            names.append(NAMES[ahead % 4])
+            ahead += 1
+        else:
+            back -= 1
+            names.append(f"{NAMES[back % 4]}'")
+    assert (ahead, back) == (4 * forward, 0)
+    return names
+
+
+def test_two_layers_run_in_this_order() -> None:
+    order = named(merged(moe(2), moe(2)), 2, 2)
+    first = ["collect'", "attend", "compute'", "receive'", "receive", "compute", "attend'", "collect'"]
+    assert order[:8] == first
+    assert order[8:] == ["collect", "attend", "compute'", "receive'", "receive", "compute", "attend'", "collect"]
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (4, 4), (1, 3), (3, 1)])
+def test_no_phase_runs_right_behind_the_start_of_what_it_waits_for(forward: int, backward: int) -> None:
+    """As far as both have phases left."""
+    order = merged(moe(forward), moe(backward))
+    shorter = min(forward, backward)
+    names = named(order, forward, backward)[: 8 * shorter - 1]
+    follows = {"attend": "receive", "compute": "collect", "collect'": "compute'", "receive'": "attend'"}
+    assert [pair for pair in pairwise(names) if follows.get(pair[0]) == pair[1]] == []
+
+
+def test_phases_without_movements_run_too() -> None:
+    dense = [Phase(str)] * 3
+    assert merged(dense, dense) == ("B",) * 3 + ("F",) * 3
+    assert Counter(merged(dense, moe(1))) == {"F": 3, "B": 4}
+    assert Counter(merged([*dense, *moe(2)], [*moe(3), *dense])) == {"F": 11, "B": 15}
+
+
+# What really waits.
+
+
+class Log:
+    """Launches and waits of movements, by phase."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def patched(self) -> Any:
+        launch, wait = _Flight.__init__, _Flight.wait
+
+        def launching(flight: _Flight, *arguments: Any) -> None:
+            launch(flight, *arguments)
+            self.events.append("starts")
+
+        def waiting(flight: _Flight) -> list[Tensor]:
+            self.events.append("waits")
+            return wait(flight)
+
+        return mock.patch.multiple(_Flight, __init__=launching, wait=waiting)
+
+
+def movements(case: LayerCase) -> tuple[list[tuple[bool, bool]], list[list[str]], list[list[str]]]:
+    """What phases declare, and what they do forward and backward."""
+    from moefw.runtime.phases import PhaseCall
+
+    model, assembly, layout, shared = open_model(case)
+    (batch, *_) = global_batch(assembly, layout, 0)
+    log = Log()
+    forward: list[list[str]] = []
+    backward: list[list[str]] = []
+    calls: list[PhaseCall] = []
+    value: Any = batch
+    with log.patched():
+        for phase in model.phases:
+            calls.append(PhaseCall())
+            log.events = []
+            value = calls[-1].run(phase, value)
+            forward.append(log.events)
+        grads: Any = [torch.tensor(1.0)] * (1 + len(value.losses))
+        for call in reversed(calls):
+            log.events = []
+            grads = call.backward(grads)
+            backward.insert(0, log.events)
+    declared = [(phase.starts, phase.finishes) for phase in model.phases]
+    shared.close()
+    return declared, forward, backward
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_phases_declare_what_they_start_and_wait_for(pool: RankPool, dispatcher: str) -> None:
+    case = case_of(2, parallel={"experts": {"ep": 2}}, dispatch=DISPATCHERS[dispatcher])
+    for declared, forward, backward in pool.run(movements, 2, case):
+        for (starts, finishes), ahead, back in zip(declared, forward, backward, strict=True):
+            # A dispatcher may have further movements inside of a phase, which start and wait there.
+            assert starts == (ahead.count("starts") > ahead.count("waits"))
+            assert finishes == (ahead.count("waits") > ahead.count("starts"))
+            assert starts == (back.count("waits") > back.count("starts"))
+            assert finishes == (back.count("starts") > back.count("waits"))
+
+
+def events(case: LayerCase) -> list[str]:
+    """Launches, waits and passes of this rank's step."""
+    model, assembly, layout, shared = open_model(case)
+    log = Log()
+    engine = Engine.of(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, assembly.spec.train)
+    with log.patched(), mock.patch.object(micro_batches, "stamp", log.events.append):
+        engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
+    shared.close()
+    return log.events
+
+
+def test_all_ranks_log_one_order_with_another_micro_batch_between_launch_and_wait(pool: RankPool) -> None:
+    case = case_of(2, parallel={"experts": {"ep": 2}}, pipeline=MERGED)
+    first, second = pool.run(events, 2, case)
+    assert first == second
+    in_pairs = [at for at, event in enumerate(first) if "beside" in event]
+    steady = first[in_pairs[0] : in_pairs[-1]]
+    exposed = sum(pair == ("starts", "waits") for pair in pairwise(steady))
+    assert steady.count("starts") >= 8 * (MICRO_BATCHES - 1)
+    # Where one of the two has no phase left, at the ends of a pair, the other waits for what it has started.
+    assert exposed <= 2 * (MICRO_BATCHES - 1)
+
+
+def test_a_rank_without_progress_is_told_with_both_micro_batches() -> None:
+    said = [event for event in events(case_of(1, pipeline=MERGED)) if "beside" in event]
+    assert "forward of micro-batch 2 of 4 in stage 0 of 1, beside the backward of micro-batch 1 of 4" in said[0] or (
+        "backward of micro-batch 1 of 4 in stage 0 of 1, beside the forward of micro-batch 2 of 4" in said[0]
+    )
+
+
+# Schedules.
+
+
+def test_merged_runs_the_first_forward_and_the_last_backward_alone() -> None:
+    ((first, *pairs, last),) = Merged().order(1, 4)
+    assert (first, last) == (Action("F", 0, 0), Action("B", 0, 3))
+    assert pairs == [Pair(Action("F", 0, number + 1), Action("B", 0, number)) for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "apart", "idle", "held"),
+    [
+        (Interleaved(merged=True), Interleaved(), "1/11 of the time", None),
+        (DualPipeV(merged=True), DualPipeV(), "the same", None),
+    ],
+    ids=["interleaved", "dualpipe-v"],
+)
+def test_a_merged_schedule_runs_the_passes_of_the_same_one_apart(
+    schedule: Any, apart: Any, idle: str, held: Any
+) -> None:
+    for ranks, count in ((2, 4), (2, 8), (4, 8), (4, 16)):
+        for merged_entries, entries in zip(schedule.order(ranks, count), apart.order(ranks, count), strict=True):
+            passes = [action for entry in merged_entries for action in entry.passes]
+            assert Counter(passes) == Counter(entries)
+            assert any(isinstance(entry, Pair) for entry in merged_entries)
+            assert most_in_flight(merged_entries) - most_in_flight(entries) in (0, 1)
+        timeline(schedule.order(ranks, count), lambda _: 1)
+
+
+def test_a_pair_whose_parts_need_each_other_is_an_error_that_names_both() -> None:
+    pair = Pair(Action("F", 0, 0), Action("B", 0, 0))
+    with pytest.raises(ContractError, match="runs 0F0 and 0B0 as a pair, and one needs the other"):
+        timeline([[pair]], lambda _: 1)
+
+
+# Refusals.
+
+
+def problems(**sections: Any) -> str:
+    with pytest.raises(PlanError) as caught:
+        fake_assembly({**SMALL, **sections}, sections.pop("world", 1))
+    return str(caught.value)
+
+
+def test_what_cannot_be_merged_is_refused_with_a_reason() -> None:
+    train = {**SMALL["train"]}
+    one = {**train, "tokens_per_step": train["micro_batch"] * train["seq_len"]}
+    assert "there is none in a step of 1" in problems(pipeline=MERGED, train=one)
+    said = problems(pipeline=MERGED, memory=[recompute("layer")])
+    assert "recompute makes the layer one phase, and the pipeline merged runs the phases of a layer one by one" in said
+    said = problems(pipeline={"use": "interleaved", "merged": True})
+    assert "without pp there is one stage" in said
+    assert "train.delay_wgrads runs the phases" in problems(
+        train={**train, "delay_wgrads": True}, memory=[recompute("layer")]
+    )
+
+
+def test_several_stages_and_schedules_with_passes_of_weight_gradients_are_refused() -> None:
+    tree = {**SMALL, "model": {**SMALL["model"], "num_layers": 4}, "parallel": {"pp": 2}}
+    with pytest.raises(PlanError, match="merged is a schedule of one stage, and pp is 2"):
+        fake_assembly({**tree, "pipeline": MERGED}, 2)
+    delayed = {**tree, "pipeline": {"use": "zero-bubble"}, "train": {**SMALL["train"], "delay_wgrads": True}}
+    with pytest.raises(PlanError, match="zero-bubble computes weight gradients in passes of their own"):
+        fake_assembly(delayed, 2)
+    assert moefw.Pair is Pair
+    assert idle_share(timeline(Merged().order(1, 4), lambda _: 1)) == [0]
