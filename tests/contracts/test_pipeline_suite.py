@@ -9,6 +9,7 @@ import pytest
 
 import broken_pipelines as broken
 from moefw.plugins.pipelines.interleaved import Interleaved
+from moefw.plugins.pipelines.merged import Merged
 from moefw.plugins.pipelines.one_stage import GPipe, OneForwardOneBackward, ZeroBubble
 from moefw.plugins.pipelines.v_shaped import ZBV, DualPipeV
 from moefw.testing.suites.pipeline import PipelineSuite
@@ -31,6 +32,10 @@ BROKEN: list[tuple[Any, str, str]] = [
     (broken.PutsStagesOnOneRank, "every_rank", "rank_of puts 2 of 2 stages on rank 0, where chunks is 1."),
     (broken.CountsRanksFromOne, "every_rank", "rank_of puts a stage on rank 1, which does not exist."),
     (broken.ForgetsWeights, "a_backward", "rank 0 runs the backward of micro-batch 0 in stage 0 as I: it is B, or"),
+    (broken.HidesItsPairs, "pairs_are", "rank 0 runs 0F1+0B0 as a pair, where merges is False."),
+    (broken.HasNoPairs, "pairs_are", "merges is True, and no order has a pair."),
+    (broken.PairsTwoPartsOfABackward, "pairs_are", "rank 0 runs 0I0+0W0: a pair is a forward and a backward, F and B"),
+    (broken.PairsWhatNeedsEachOther, "the_order_can", "rank 0 runs 0F0 and 0B0 as a pair, and one needs the other"),
     (broken.BackwardFirst, "the_order_can", "rank 0 waits at 0I0 for the forward of micro-batch 0 in stage 0."),
     (broken.Moody, "the_order_is", "asked again, rank 0 runs"),
     (
@@ -68,6 +73,10 @@ class TestSound(PipelineSuite):
     plugin = broken.Sound
 
 
+class TestSoundPairs(PipelineSuite):
+    plugin = broken.SoundPairs
+
+
 class TestGPipe(PipelineSuite):
     plugin = GPipe
 
@@ -78,6 +87,20 @@ class TestOneForwardOneBackward(PipelineSuite):
 
 class TestInterleaved(PipelineSuite):
     plugin = Interleaved
+
+
+class TestMerged(PipelineSuite):
+    plugin = Merged
+
+
+class TestMergedInterleaved(PipelineSuite):
+    plugin = Interleaved
+    options = {"merged": True}
+
+
+class TestMergedDualPipeV(PipelineSuite):
+    plugin = DualPipeV
+    options = {"merged": True}
 
 
 class TestThreeStagesARank(PipelineSuite):

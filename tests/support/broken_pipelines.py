@@ -12,6 +12,8 @@ from attrs import evolve, frozen
 import moefw
 from declared import NamedAfterItsClass
 from moefw.core.plugin import PipelinePlugin
+from moefw.core.records import Entry, Order
+from moefw.plugins.pipelines.merged import Merged
 
 Lists = list[list[moefw.Action]]
 
@@ -26,6 +28,56 @@ class Sound(NamedAfterItsClass, PipelinePlugin):
 
     def changed(self, order: Lists) -> Lists:
         return order
+
+
+@frozen
+class SoundPairs(NamedAfterItsClass, Merged):
+    """A forward beside the backward of inputs of the micro-batch before, then its weight gradients: right, too."""
+
+    def order(self, ranks: int, micro_batches: int) -> Order:
+        order: list[Entry] = []
+        for (entry,) in zip(*super().order(ranks, micro_batches), strict=True):
+            if isinstance(entry, moefw.Pair):
+                backward = evolve(entry.backward, kind="I")
+                order += [evolve(entry, backward=backward), evolve(backward, kind="W")]
+            elif entry.kind == "B":
+                order += [evolve(entry, kind="I"), evolve(entry, kind="W")]
+            else:
+                order.append(entry)
+        return [order]
+
+
+@frozen
+class HidesItsPairs(NamedAfterItsClass, Merged):
+    @property
+    def merges(self) -> bool:
+        return False
+
+
+@frozen
+class HasNoPairs(Sound):
+    @property
+    def merges(self) -> bool:
+        return True
+
+
+@frozen
+class PairsTwoPartsOfABackward(HasNoPairs):
+    def order(self, ranks: int, micro_batches: int) -> Order:
+        order = []
+        for rank in range(ranks):
+            numbers = range(micro_batches)
+            forwards = [moefw.Action("F", rank, number) for number in numbers]
+            pairs = [moefw.Pair(moefw.Action("I", rank, number), moefw.Action("W", rank, number)) for number in numbers]
+            order.append([*forwards, *pairs])
+        return order
+
+
+@frozen
+class PairsWhatNeedsEachOther(NamedAfterItsClass, Merged):
+    def order(self, ranks: int, micro_batches: int) -> Order:
+        first = moefw.Pair(moefw.Action("F", 0, 0), moefw.Action("B", 0, 0))
+        return [[first, *rest] for _, *rest in super().order(ranks, micro_batches)]
 
 
 @frozen

@@ -12,7 +12,7 @@ import pytest
 from attrs import frozen
 
 from moefw.core.errors import ContractError, Problem
-from moefw.core.records import Action
+from moefw.core.records import Action, Order, Pair
 from moefw.runtime.pipeline.timeline import timeline
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.pipeline_case import model_case, stepped, told
@@ -40,9 +40,13 @@ class _Case:
     def problems(self) -> list[Problem]:
         return [*self.schedule.check_batches(self.ranks, self.count)]
 
-    def order(self) -> Sequence[Sequence[Action]]:
-        order: Sequence[Sequence[Action]] = self.schedule.order(self.ranks, self.count)
+    def order(self) -> Order:
+        order: Order = self.schedule.order(self.ranks, self.count)
         return order
+
+    def passes(self) -> list[list[Action]]:
+        """Passes of each rank in order, those of a pair one by one."""
+        return [[action for entry in entries for action in entry.passes] for entries in self.order()]
 
     def rank_of(self, stage: int) -> int:
         return int(self.schedule.rank_of(stage, self.ranks))
@@ -70,10 +74,10 @@ class PipelineSuite(Suite):
     def test_every_pass_runs_once_on_the_rank_of_its_stage(self) -> None:
         """Each stage has one forward and one backward, whole or in parts, of each micro-batch."""
         for case in self._accepted():
-            order = case.order()
-            assert len(order) == case.ranks, f"{case} order lists the passes of {len(order)} ranks."
-            ran = Counter(_passes(order))
-            for rank, actions in enumerate(order):
+            passes_of_ranks = case.passes()
+            assert len(passes_of_ranks) == case.ranks, f"{case} order lists the passes of {len(passes_of_ranks)} ranks."
+            ran = Counter(_in_words(passes_of_ranks))
+            for rank, actions in enumerate(passes_of_ranks):
                 for action in actions:
                     says = f"{case} rank {rank} runs {action}"
                     assert action.stage in case.stages, f"{says}, but there are {len(case.stages)} stages."
@@ -88,7 +92,7 @@ class PipelineSuite(Suite):
     def test_a_backward_is_whole_or_in_two_parts(self) -> None:
         """``B``, or ``I`` and later ``W``."""
         for case in self._accepted():
-            for rank, actions in enumerate(case.order()):
+            for rank, actions in enumerate(case.passes()):
                 kinds: dict[tuple[int, int], list[str]] = defaultdict(list)
                 for action in actions:
                     if action.kind != "F":
@@ -97,6 +101,27 @@ class PipelineSuite(Suite):
                     says = f"{case} rank {rank} runs the backward of micro-batch {number} in stage {stage} as"
                     is_right = passes in (["B"], ["I", "W"])
                     assert is_right, f"{says} {' and '.join(passes)}: it is B, or I and later W."
+
+    def test_pairs_are_listed_where_merges_says_so(self) -> None:
+        """A pair is a forward and a backward. ``merges`` is true if an order has one, for any number of micro-batches.
+
+        By ``merges`` a layer gets what pairs need, and what they cannot run is refused.
+        """
+        merges = self.part.merges
+        has_pairs = False
+        for case in self._accepted():
+            for rank, entries in enumerate(case.order()):
+                for pair in entries:
+                    if not isinstance(pair, Pair):
+                        continue
+                    has_pairs = True
+                    says = f"{case} rank {rank} runs {pair}"
+                    assert merges, f"{says} as a pair, where merges is False."
+                    kinds = (pair.forward.kind, pair.backward.kind)
+                    assert kinds in (("F", "B"), ("F", "I")), (
+                        f"{says}: a pair is a forward and a backward, F and B or I."
+                    )
+        assert has_pairs or not merges, f"{self.part.name}: merges is True, and no order has a pair."
 
     def test_the_order_can_be_played_to_its_end(self) -> None:
         """No rank waits for a pass that nobody runs, or that waits for this rank."""
@@ -110,11 +135,11 @@ class PipelineSuite(Suite):
         """Every rank asks for the order of all, and sends what the others expect by it."""
         orders = [(case, case.order()) for case in self._accepted()]
         for (case, order), other in zip(orders, self._accepted(), strict=True):
-            for rank, (actions, actions_again) in enumerate(zip(order, other.order(), strict=True)):
+            for rank, (entries, entries_again) in enumerate(zip(order, other.order(), strict=True)):
                 says = f"{case} asked again, rank {rank} runs"
-                for action, action_again in zip(actions, actions_again, strict=False):
-                    assert action == action_again, f"{says} {action_again} in place of {action}."
-                assert len(actions) == len(actions_again), f"{says} {len(actions_again)} passes."
+                for entry, entry_again in zip(entries, entries_again, strict=False):
+                    assert entry == entry_again, f"{says} {entry_again} in place of {entry}."
+                assert len(entries) == len(entries_again), f"{says} {len(entries_again)} passes."
 
     def test_check_batches_refuses_what_order_cannot_do_and_nothing_that_it_can(self) -> None:
         """A refusal has a reason and a fix. ``order`` cannot do numbers for which it raises or makes other passes."""
@@ -131,9 +156,10 @@ class PipelineSuite(Suite):
     def test_a_model_trains_as_in_one_stage(self) -> None:
         """On real ranks: loss and all gradients. Each rank is told the same order."""
         cases: list[_Case] = []
+        may_run_alone = self.part.merges and self.part.chunks == 1
         for world in self.profile.worlds:
-            if world > 1:
-                cases += self._near(2 * world, world)
+            if world > 1 or may_run_alone:
+                cases += self._near(max(4, 2 * world), world)
         if not cases:
             pytest.skip(f"{self.plugin.name} runs on none of {self.profile.worlds} ranks")
         for case in cases:
@@ -143,14 +169,13 @@ class PipelineSuite(Suite):
                 model_case,
                 count=case.count,
                 layers=max(3, len(case.stages)),
-                parts={**self.parts, self.section: self.chosen},
                 plugins=(self.plugin,),
             )
-            staged = model(case.ranks)
+            staged = model(case.ranks, parts={**self.parts, self.section: self.chosen})
             orders = self.pool.run(told, case.ranks, staged, case.ranks, case.count)
             for rank, order in enumerate(orders):
                 assert order == orders[0], f"{case} on rank {rank} of a run, order returns something else."
-            (alone,) = self.pool.run(stepped, 1, model(1))
+            (alone,) = self.pool.run(stepped, 1, model(1, parts=self.parts))
             ranks = self.pool.run(stepped, case.ranks, staged)
             for rank, result in enumerate(ranks):
                 assert abs(result.loss / alone.loss - 1) <= RTOL, f"{case} the loss is {result.loss}, not {alone.loss}."
@@ -188,12 +213,12 @@ def _required_passes(case: _Case) -> Iterator[tuple[str, int, int]]:
                 yield word, stage, number
 
 
-def _passes(order: Sequence[Sequence[Action]]) -> list[tuple[str, int, int]]:
-    """Passes of an order: forward or backward, stage, micro-batch. ``W`` is part of a backward."""
+def _in_words(passes_of_ranks: Sequence[Sequence[Action]]) -> list[tuple[str, int, int]]:
+    """Passes of all ranks: forward or backward, stage, micro-batch. ``W`` is part of a backward."""
     words = {"F": "forward", "B": "backward", "I": "backward"}
     return [
         (words[action.kind], action.stage, action.micro_batch)
-        for action in itertools.chain.from_iterable(order)
+        for action in itertools.chain.from_iterable(passes_of_ranks)
         if action.kind in words
     ]
 
@@ -201,12 +226,12 @@ def _passes(order: Sequence[Sequence[Action]]) -> list[tuple[str, int, int]]:
 def _fails(case: _Case) -> str:
     """Why an order fails, in a sentence; empty if all passes run."""
     try:
-        order = case.order()
-        timeline(order, lambda _: 1)
+        passes_of_ranks = case.passes()
+        timeline(case.order(), lambda _: 1)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     required = {*_required_passes(case)}
-    passes = {*_passes(order)}
+    passes = {*_in_words(passes_of_ranks)}
     if required - passes:
         return f"it leaves out {len(required - passes)} passes."
     if passes - required:
