@@ -36,7 +36,7 @@ from moefw.training import micro_batches
 from moefw.training.engine import Engine
 from pairwise import each_value
 
-SIZES = {"shared_expert_dim": 16, "vocab_size": 64, "num_dense_layers": 1, "mtp_layers": 1}
+SIZES = {"shared_expert_dim": 16, "vocab_size": 64, "num_dense_layers": 1, "mtp_layers": 1, "num_layers": 3}
 MICRO_BATCHES = 4
 MERGED = {"use": "merged"}
 WORLDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
@@ -61,9 +61,11 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def case_of(ranks: int, *, train: Mapping[str, Any] | None = None, num_layers: int = 3, **parts: Any) -> LayerCase:
+def case_of(
+    ranks: int, *, train: Mapping[str, Any] | None = None, num_layers: int | None = None, **parts: Any
+) -> LayerCase:
     """Whole model with four micro-batches a step, whose size does not depend on the number of ranks."""
-    sizes = {**SIZES, "num_layers": num_layers}
+    sizes = {**SIZES, "num_layers": num_layers or SIZES["num_layers"]}
     case = whole_model(ranks, parts=parts, plugins=(), micro_batch=1, sizes=sizes)
     settings = {**case.parts["train"], **(train or {})}
     dense = parts.get("parallel", {}).get("dense", {})
@@ -276,6 +278,56 @@ def test_a_rank_without_progress_is_told_with_both_micro_batches() -> None:
     assert "forward of micro-batch 2 of 4 in stage 0 of 1, beside the backward of micro-batch 1 of 4" in said[0] or (
         "backward of micro-batch 1 of 4 in stage 0 of 1, beside the forward of micro-batch 2 of 4" in said[0]
     )
+
+
+def fsdp_calls(case: LayerCase) -> Counter[str]:
+    """Number of gathers, of those that backward asks for ahead, and of reductions that FSDP runs in a step."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+    calls: Counter[str] = Counter()
+    gather, reduce, prefetch = fsdp.foreach_all_gather, fsdp.foreach_reduce, fsdp.FSDPParamGroup._prefetch_unshard
+
+    def gathers(*arguments: Any, **settings: Any) -> Any:
+        calls["gathers"] += 1
+        return gather(*arguments, **settings)
+
+    def reduces(*arguments: Any, **settings: Any) -> Any:
+        calls["reductions"] += 1
+        return reduce(*arguments, **settings)
+
+    def prefetches(target: Any, pass_type: str) -> None:
+        calls["prefetches"] += pass_type == "backward"
+        prefetch(target, pass_type)
+
+    counted = mock.patch.multiple(fsdp, foreach_all_gather=gathers, foreach_reduce=reduces)
+    with counted, mock.patch.object(fsdp.FSDPParamGroup, "_prefetch_unshard", staticmethod(prefetches)):
+        stepped(case)
+    return calls
+
+
+def all_fsdp_calls(cases: Sequence[LayerCase]) -> list[Counter[str]]:
+    return [fsdp_calls(case) for case in cases]
+
+
+@pytest.mark.parametrize("reduced", ["micro_batch", "step"])
+def test_fsdp_gathers_ahead_and_reduces_as_in_plain_order(pool: RankPool, reduced: str) -> None:
+    parallel = WORLDS["4 ranks, sharded"][1]
+    train = {"reduce_gradients": reduced}
+    plain = case_of(4, parallel=parallel, train=train)
+    cases = (
+        plain,
+        case_of(4, parallel=parallel, train=train, pipeline=MERGED),
+        case_of(4, parallel=parallel, train={**train, "delay_wgrads": True}, pipeline=MERGED),
+    )
+    layers = SIZES["num_layers"] + SIZES["mtp_layers"]
+    later = layers * MICRO_BATCHES if reduced == "micro_batch" else 0
+    """Weights whose gradients are delayed are reduced behind the pass, the others of their layer with its backward."""
+    for in_order, merged_calls, delayed in pool.run(all_fsdp_calls, 4, cases):
+        for calls in (merged_calls, delayed):
+            assert calls["prefetches"] >= 0.9 * in_order["prefetches"]
+            assert calls["gathers"] <= in_order["gathers"]
+        assert merged_calls["reductions"] == in_order["reductions"]
+        assert delayed["reductions"] == in_order["reductions"] + later
 
 
 # Schedules.
