@@ -39,6 +39,8 @@ class Plugin:
     """Base of all declarations: an attrs class whose fields are the options that a spec may set next to ``use:``."""
 
     name: ClassVar[str]
+    left_out: ClassVar[Mapping[str, str]] = {}
+    """Options that a user may look for and that the plugin does not have on purpose, each with why and what to use."""
 
     @classmethod
     def presets(cls) -> Mapping[str, Mapping[str, Any]]:

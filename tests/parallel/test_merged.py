@@ -17,10 +17,13 @@ import moefw
 from dispatchers import DISPATCHERS
 from fake_steps import fake_assembly
 from memory_cases import offload, recompute
-from moefw.core.errors import ContractError, PlanError
-from moefw.core.records import Action, Pair
+from moefw.compose.registry import Registry
+from moefw.core.errors import ContractError, MoefwError, PlanError
+from moefw.core.plugin import PipelinePlugin
+from moefw.core.records import Action, Entry, Order, Pair
 from moefw.plugins.pipelines.interleaved import Interleaved
 from moefw.plugins.pipelines.merged import Merged
+from moefw.plugins.pipelines.one_stage import OneForwardOneBackward, ZeroBubble
 from moefw.plugins.pipelines.v_shaped import DualPipeV
 from moefw.runtime.communication.movement import _Flight
 from moefw.runtime.naming import canonical_parameters
@@ -339,24 +342,52 @@ def test_merged_runs_the_first_forward_and_the_last_backward_alone() -> None:
     assert pairs == [Pair(Action("F", 0, number + 1), Action("B", 0, number)) for number in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "apart", "idle", "held"),
-    [
-        (Interleaved(merged=True), Interleaved(), "1/11 of the time", None),
-        (DualPipeV(merged=True), DualPipeV(), "the same", None),
-    ],
-    ids=["interleaved", "dualpipe-v"],
-)
-def test_a_merged_schedule_runs_the_passes_of_the_same_one_apart(
-    schedule: Any, apart: Any, idle: str, held: Any
-) -> None:
+@pytest.mark.parametrize("plugin", [Interleaved, DualPipeV], ids=lambda plugin: plugin.name)
+def test_a_merged_schedule_runs_the_passes_of_the_same_one_apart(plugin: type[PipelinePlugin]) -> None:
     for ranks, count in ((2, 4), (2, 8), (4, 8), (4, 16)):
-        for merged_entries, entries in zip(schedule.order(ranks, count), apart.order(ranks, count), strict=True):
-            passes = [action for entry in merged_entries for action in entry.passes]
-            assert Counter(passes) == Counter(entries)
-            assert any(isinstance(entry, Pair) for entry in merged_entries)
-            assert most_in_flight(merged_entries) - most_in_flight(entries) in (0, 1)
-        timeline(schedule.order(ranks, count), lambda _: 1)
+        for entries, apart in zip(plugin(merged=True).order(ranks, count), plugin().order(ranks, count), strict=True):
+            assert Counter(action for entry in entries for action in entry.passes) == Counter(apart)
+            assert any(isinstance(entry, Pair) for entry in entries)
+
+
+def pairs_behind(schedule: PipelinePlugin, warm_up: Sequence[int], count: int) -> Order:
+    """Passes of a schedule of one stage a rank, each forward behind so many beside the backward that is next."""
+    order: list[list[Entry]] = []
+    for entries, ahead in zip(schedule.order(len(warm_up), count), warm_up, strict=True):
+        forwards = [entry for entry in entries if isinstance(entry, Action) and entry.kind == "F"]
+        later = iter(forwards[ahead:])
+        paired: list[Entry] = [*forwards[:ahead]]
+        for entry in entries:
+            if not isinstance(entry, Action) or entry.kind == "F":
+                continue
+            forward = None if entry.kind == "W" else next(later, None)
+            paired.append(entry if forward is None else Pair(forward, entry))
+        order.append(paired)
+    return order
+
+
+@pytest.mark.parametrize("schedule", [OneForwardOneBackward(), ZeroBubble()], ids=lambda schedule: schedule.name)
+def test_a_schedule_that_refuses_to_merge_says_what_it_would_cost(schedule: PipelinePlugin) -> None:
+    ranks, count = 8, 64
+
+    def idle(order: Order) -> int:
+        """Percent of the time in which the first rank idles."""
+        return round(100 * idle_share(timeline(order, lambda action: 2 if action.kind == "B" else 1))[0])
+
+    one_more = pairs_behind(schedule, [ranks - rank for rank in range(ranks)], count)
+    enough = pairs_behind(schedule, [2 * (ranks - rank) - 1 for rank in range(ranks)], count)
+    apart = schedule.order(ranks, count)
+    assert idle(enough) == idle(apart)
+    cost = (
+        f"would idle {idle(one_more)} % of the time in place of {idle(apart)} %, or hold {most_in_flight(enough[0])} "
+    )
+    assert f"{cost}micro-batches in place of {most_in_flight(apart[0])}." in schedule.left_out["merged"]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble", "zbv"])
+def test_other_schedules_refuse_to_merge_with_a_reason(name: str) -> None:
+    said = problems(pipeline={"use": name, "merged": True})
+    assert f"'merged' is not an option here. {Registry().get('pipeline', name).declaration.left_out['merged']}" in said
 
 
 def test_a_pair_whose_parts_need_each_other_is_an_error_that_names_both() -> None:
@@ -369,7 +400,7 @@ def test_a_pair_whose_parts_need_each_other_is_an_error_that_names_both() -> Non
 
 
 def problems(**sections: Any) -> str:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(MoefwError) as caught:
         fake_assembly({**SMALL, **sections}, sections.pop("world", 1))
     return str(caught.value)
 

@@ -64,7 +64,7 @@ def structure(
         return None
     kind: Any = cls
     fields = {field.name: field for field in _options(kind)}
-    known = _known(data, fields, path, marks, problems, also=also)
+    known = _known(data, fields, path, marks, problems, also=also, left_out=getattr(cls, "left_out", {}))
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in known:
@@ -93,12 +93,19 @@ def _known(
     problems: list[Problem],
     *,
     also: Collection[str],
+    left_out: Mapping[str, str],
 ) -> dict[str, object]:
-    """Values of the keys that are fields. Every other key is a problem, and the field that it may mean is unknown."""
+    """Values of the keys that are fields. Every other key is a problem, and the field that it may mean is unknown.
+
+    ``left_out``: why a plugin does not have an option, by its name.
+    """
     known = {key: value for key, value in data.items() if key in fields}
     for key in (str(key) for key in data if key not in fields and key not in also):
         what = f"{show(key)} is not an option here."
         here = (*path, key)
+        if key in left_out:
+            problems.append(Problem(what, left_out[key], marks.where(here)))
+            continue
         meant = closest(key, fields)
         problems.append(UnknownKey(what, nearest(key, [*fields, *also]), marks.where(here), path=here, meant=meant))
         if meant is not None and (*path, meant) not in marks.places:

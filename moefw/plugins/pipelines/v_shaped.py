@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from attrs import field, frozen
@@ -20,6 +20,9 @@ class ZBV(PipelinePlugin):
     """
 
     name: ClassVar[str] = "zbv"
+    left_out: ClassVar[Mapping[str, str]] = {
+        "merged": "zbv has weight gradients between a backward and the next forward. Use dualpipe-v, of the same shape."
+    }
 
     @property
     def chunks(self) -> int:
