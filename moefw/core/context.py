@@ -122,6 +122,10 @@ class BuildContext(Protocol):
         """The device of tensors."""
 
     @property
+    def merges(self) -> bool:
+        """Whether the forward of a micro-batch runs beside the backward of another, phase by phase."""
+
+    @property
     def local_experts(self) -> range:
         """The numbers of the experts that this rank holds."""
 

@@ -26,7 +26,7 @@ from moefw.core.stages import Batch
 from moefw.planner.gathering import Gathering, Reduced, Unit
 from moefw.planner.layers import InPhases, RunLayer, run_layers
 from moefw.planner.operations import Operations
-from moefw.planner.recorded_stage import RecordedStage
+from moefw.planner.recorded_stage import PlacedWgrads, RecordedStage
 from moefw.planner.report import Work
 from moefw.planner.stages_without_peers import OwnStages, Unconnected
 from moefw.recording.places import Place
@@ -207,6 +207,7 @@ class MicroBatch:
             [batch],
             delay_wgrads=self.assembly.spec.train.delay_wgrads,
             by_phase=self._by_phase,
+            new_wgrads=partial(PlacedWgrads, self.recorder.places),
         )
         self._played = player.play(self._pass)
         for shortened in stages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, final
 
@@ -10,8 +10,29 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from moefw.planner.layers import RunLayer
+from moefw.recording.places import Places
 from moefw.recording.recorder import Recorder
+from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.phases import Function, Phase
+
+
+@final
+class PlacedWgrads(Wgrads):
+    """Weight gradients that count in the place whose backward has left them, whenever they are computed."""
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()
+        self._places = places
+
+    def leave(self, accumulate: Callable[[], None]) -> None:
+        """Leave to :meth:`run` what computes the gradient of one weight and accumulates it."""
+        place = self._places.here
+
+        def accumulate_there() -> None:
+            with self._places.delayed(place):
+                accumulate()
+
+        super().leave(accumulate_there)
 
 
 @final

@@ -54,6 +54,8 @@ class Places:
         self._phase = _BUILD
         self._inside: list[Place] = []
         """The regions that are entered now, the innermost last."""
+        self._delayed: Place | None = None
+        """The place whose work runs now, later than its backward."""
         self._border_numbers: list[int] = []
         """At each border of a region, in order, the number that autograd gives to its next node."""
         self._border_places: list[Place] = []
@@ -64,6 +66,8 @@ class Places:
         """The place of the step now; in backward, the place where forward created the running node."""
         if self._inside:
             return evolve(self._inside[-1], phase=self._phase)
+        if self._delayed is not None:
+            return evolve(self._delayed, phase=self._phase)
         if self._phase == "backward":
             return evolve(self._place_of_running_node(), phase=self._phase)
         return Place(self._phase)
@@ -90,6 +94,15 @@ class Places:
                 yield
         finally:
             self._phase = phase_before
+
+    @contextmanager
+    def delayed(self, place: Place) -> Iterator[None]:
+        """Run work that backward has left in ``place``."""
+        self._delayed = place
+        try:
+            yield
+        finally:
+            self._delayed = None
 
     def inside(self, region: str, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """Function of a region, wrapped."""

@@ -22,10 +22,15 @@ from moefw.testing.suites.watch import same_bits
 
 
 def stashing(
-    *, share: float = 1.0, layers: int = 1, spill: bool = False, page_rows: int = 4
+    *,
+    share: float = 1.0,
+    layers: int = 1,
+    spill: bool = False,
+    page_rows: int = 4,
+    fills_what_is_freed: bool = False,
 ) -> tuple[Callable[..., Any], Stash]:
     """Return a region that saves its argument, and the stash behind it."""
-    held = Stash(PlainOrder(), page_rows=page_rows, spill=spill, pinned=False)
+    held = Stash(PlainOrder(), page_rows=page_rows, spill=spill, pinned=False, fills_what_is_freed=fills_what_is_freed)
     policy = StashPolicy(held, share=share)
     for _ in range(layers):
         region = policy.wrap("region", torch.sin)
@@ -132,6 +137,16 @@ def test_more_static_rows_than_before_take_a_pool_of_their_own() -> None:
         assert call(region, num_valid=num_rows // 2, num_rows=num_rows)[1] == 0
     ((few, many),) = held.pools.values()
     assert (len(few.pages.near), len(many.pages.near)) == (2, 4)
+
+
+@pytest.mark.parametrize(("fills_what_is_freed", "pages"), [(False, 3 * 4), (True, 4)])
+def test_another_pool_has_pages_for_all_layers_or_for_one(fills_what_is_freed: bool, pages: int) -> None:
+    """For one where passes are merged: the forward of a layer may come before the backward that frees another."""
+    region, held = stashing(layers=3, fills_what_is_freed=fills_what_is_freed)
+    outs = [call(region, num_valid=16)[0] for _ in range(4)]
+    ((first, second),) = held.pools.values()
+    assert (len(first.pages.near), len(second.pages.near)) == (3 * 4, pages)
+    del outs
 
 
 def test_groups_that_end_beyond_the_budget_take_no_more_pages_than_it_has() -> None:

@@ -210,6 +210,16 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "weight gradients delayed": ({**ONCE_A_RANK, "train": {**TRAIN, "delay_wgrads": True}}, 4),
     "merged": ({**ONCE_A_RANK, "train": LONGER, "pipeline": {"use": "merged"}}, 4),
+    "merged, pages": (
+        {
+            **ONCE_A_RANK,
+            "train": LONGER,
+            "pipeline": {"use": "merged"},
+            "dispatch": BUDGET,
+            "memory": [{"use": "paged-stash", "regions": ["experts"], "page_rows": 8}],
+        },
+        4,
+    ),
     "merged, six layers, weight gradients delayed": (
         {
             **ONCE_A_RANK,

@@ -7,12 +7,10 @@ all of its inputs as needed. So GEMMs leave their weight gradients here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final
 
 import torch
 
 
-@final
 class Wgrads:
     """Weight gradients that backward leaves to :meth:`run`: those of the GEMMs that run forward in a context with it.
 

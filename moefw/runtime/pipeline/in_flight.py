@@ -64,16 +64,19 @@ class InFlight:
         """Run the backward of the last phase that is left."""
         self._grads = self._calls.pop().backward(self._grads)
         phase = self.phases[len(self._calls)]
-        if self._fills_movements and phase.finishes and self.wgrads is not None:
-            self.wgrads.run()
+        if self._fills_movements and phase.finishes:
+            self.run_wgrads()
 
     def end_backward(self) -> Sequence[Tensor | None]:
-        """Gradients of the stage's input. Computes the weight gradients that are left, if no later pass does."""
-        if self._fills_movements and self.wgrads is not None:
-            self.wgrads.run()
+        """Gradients of the stage's input."""
         grads = self._grads
         self._grads = ()
         return grads
+
+    def run_wgrads(self) -> None:
+        """Compute the weight gradients that backward has left, if there are any."""
+        if self.wgrads is not None:
+            self.wgrads.run()
 
     def _wgrads_left(self) -> AbstractContextManager[None]:
         return nullcontext() if self.wgrads is None else forward_with(wgrads=self.wgrads)

@@ -37,15 +37,23 @@ class Player:
     A player holds the graph of a micro-batch in a stage from forward to backward, and what its weight gradients need
     until their pass. A micro-batch runs phase by phase if one of its passes is in a pair, or with ``delay_wgrads``:
     weight gradients that have no pass of their own are then computed while rows travel. ``by_phase``: so do all others.
+    ``new_wgrads`` makes the collection of each micro-batch whose weight gradients are computed later.
     """
 
     def __init__(
-        self, model: Pipelined, batches: Sequence[Batch], *, delay_wgrads: bool = False, by_phase: bool = False
+        self,
+        model: Pipelined,
+        batches: Sequence[Batch],
+        *,
+        delay_wgrads: bool = False,
+        by_phase: bool = False,
+        new_wgrads: Callable[[], Wgrads] = Wgrads,
     ) -> None:
         self.stages = {model_stage.stage.index: model_stage for model_stage in model.stages}
         self.link = model.link
         self.batches = batches
         self._steps = self.link.steps(len(batches))
+        self._new_wgrads = new_wgrads
         self._in_flight = dict(self._prepared(delay_wgrads=delay_wgrads, by_phase=by_phase))
         self._inputs: dict[Key, Wait] = {}
         self._grads: dict[Key, Wait] = {}
@@ -65,7 +73,7 @@ class Player:
             fills_movements = delay_wgrads and key not in in_parts
             if not (by_phase or key in in_pairs or fills_movements):
                 phases = (straight(phases),)
-            wgrads = Wgrads() if key in in_parts or fills_movements else None
+            wgrads = self._new_wgrads() if key in in_parts or fills_movements else None
             yield key, InFlight(phases, wgrads, fills_movements=fills_movements)
 
     def play(self, around: Around) -> Iterator[tuple[Entry, Output | Passed | None]]:
@@ -103,7 +111,10 @@ class Player:
             self._end_backward(key)
 
     def _run_pair(self, pair: Pair, around: Around) -> None:
-        """Run a forward and a backward phase by phase. What both make is sent behind both."""
+        """Run a forward and a backward phase by phase. What both make is sent behind both.
+
+        Weight gradients that wait for a movement which does not come are computed last, behind these sends.
+        """
         forward, backward = pair.passes
         ahead = self._begin_forward(_key(forward))
         back = self._begin_backward(_key(backward))
@@ -116,13 +127,13 @@ class Player:
                         ahead.forward()
                     else:
                         back.backward()
-        self._end_forward(_key(forward))
-        self._end_backward(_key(backward))
+        with around(forward, backward):
+            self._end_forward(_key(forward))
+        with around(backward, forward):
+            self._end_backward(_key(backward))
 
     def _run_wgrads(self, key: Key) -> None:
-        wgrads = self._in_flight.pop(key).wgrads
-        assert wgrads is not None, "a pass of weight gradients runs what the backward before has left"
-        wgrads.run()
+        self._in_flight.pop(key).run_wgrads()
 
     def _receive(self, kind: str, key: Key) -> None:
         stage, number = key
@@ -166,11 +177,15 @@ class Player:
 
     def _end_backward(self, key: Key) -> None:
         """Pass the gradients of a stage's input on. Forget the micro-batch, if no pass of weight gradients follows."""
-        stage, number = key
         in_flight = self._in_flight[key]
-        input_grads = in_flight.end_backward()
+        self._pass_back(key, in_flight.end_backward())
         if not in_flight.leaves_wgrads:
+            in_flight.run_wgrads()
             del self._in_flight[key]
+
+    def _pass_back(self, key: Key, input_grads: Sequence[Tensor | None]) -> None:
+        """Pass the gradients of a stage's input on to the stage before."""
+        stage, number = key
         if self.stages[stage].stage.is_first:
             return
         if any(grad is None for grad in input_grads):  # what arrived did not reach the loss

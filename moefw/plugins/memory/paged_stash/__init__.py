@@ -67,7 +67,13 @@ class PagedStash(MemoryPolicyPlugin):
         from moefw.plugins.memory.paged_stash.stash import open_stash
 
         stash = context.shared(
-            self, lambda: open_stash(context.device, page_rows=self.page_rows, spill=self.spill is not None)
+            self,
+            lambda: open_stash(
+                context.device,
+                page_rows=self.page_rows,
+                spill=self.spill is not None,
+                fills_what_is_freed=context.merges and context.layout.size("pp") == 1,
+            ),
         )
         (budget,) = context.facts.get("budget", (1.0,))
         return StashPolicy(stash, share=self.factor / budget)

@@ -130,15 +130,21 @@ class Stash:
     Pages are released when a graph is freed. That may be anywhere, also in the garbage collector, so the device frees
     them not then but before the next request for pages or rows. Where more tensors are held at a time, of a layer or of
     micro-batches in flight, another pool is opened. ``num_layers``: number of layers that have a region.
+
+    ``fills_what_is_freed``: whether a micro-batch fills layer by layer what another one frees, so that both together
+    hold hardly more than one. Another pool then has room for one tensor.
     """
 
-    def __init__(self, order: Order, *, page_rows: int, spill: bool, pinned: bool) -> None:
+    def __init__(
+        self, order: Order, *, page_rows: int, spill: bool, pinned: bool, fills_what_is_freed: bool = False
+    ) -> None:
         self.num_layers: Counter[str] = Counter()
         self.pools: defaultdict[Kind, list[Pool]] = defaultdict(list)
         self._order = order
         self._page_rows = page_rows
         self._spill = spill
         self._pinned = pinned
+        self._fills_what_is_freed = fills_what_is_freed
         self._let_go: deque[tuple[Pool, Tensor]] = deque()
 
     @property
@@ -183,11 +189,12 @@ class Stash:
 
         With spill there are far pages for all other rows.
         """
+        is_first = not self.pools[kind]
         num_rows = len(bits_RC)
         all_pages = math.ceil(num_rows / self._page_rows)
         near_pages = min(all_pages, num_pages(share * num_rows, self._page_rows))
         far_pages = all_pages - near_pages if self._spill else 0
-        num_tensors = max(1, self.num_layers[kind.region])
+        num_tensors = max(1, self.num_layers[kind.region]) if is_first or not self._fills_what_is_freed else 1
         shape = (self._page_rows, kind.width)
         pages = open_pages(
             bits_RC.new_empty(num_tensors * near_pages, *shape),
@@ -218,6 +225,12 @@ class Stash:
             ) from error
 
 
-def open_stash(device: torch.device, *, page_rows: int, spill: bool) -> Stash:
+def open_stash(device: torch.device, *, page_rows: int, spill: bool, fills_what_is_freed: bool) -> Stash:
     """Stash for tensors of a device."""
-    return Stash(open_order(device), page_rows=page_rows, spill=spill, pinned=runs_ahead(device))
+    return Stash(
+        open_order(device),
+        page_rows=page_rows,
+        spill=spill,
+        pinned=runs_ahead(device),
+        fills_what_is_freed=fills_what_is_freed,
+    )
