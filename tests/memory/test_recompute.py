@@ -24,6 +24,7 @@ from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory import dropped
+from moefw.runtime.phases import Phase
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model
 from pairwise import each_value
@@ -85,7 +86,7 @@ class Norm(nn.Module):
 
 def drops(layer: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a layer of one phase."""
-    (phase,) = dropped.drops((layer,))
+    (phase,) = dropped.drops((Phase(layer),))
     return phase
 
 

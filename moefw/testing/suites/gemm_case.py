@@ -20,6 +20,7 @@ from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.memory.dropped import drops, output_of
 from moefw.runtime.naming import initialise
+from moefw.runtime.phases import Phase
 from moefw.testing.layer_case import LayerCase, whole_piece
 from moefw.testing.oracle import expert_output
 from moefw.testing.suites.runs import open_context, row_alignment
@@ -99,7 +100,7 @@ def rows(experts: int, *, padded: bool = False, tail: bool = False) -> st.Search
 
 def computed(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> Results:
     """Experts' output and all gradients by name; missing ones are zero."""
-    (phase,) = drops((experts.__call__,))
+    (phase,) = drops((Phase(experts.__call__),))
     out_RD: Tensor = phase(batch)
     return {"out": out_RD.detach(), **backward(experts, batch, out_RD, probe_RD)}
 
