@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,17 @@ def test_a_recorded_step_is_measured_beside_one_that_is_not(monkeypatch: pytest.
     assert all(seconds > 0 for seconds in measured["parts_processor_s"].values() if seconds)
     assert measured["share_of_step"] > 0
     assert (tmp_path / "recording.json").is_file()
+
+
+def test_a_logged_step_is_played_on_a_virtual_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("MOEFW_RESULTS", str(tmp_path))
+    overlap = importlib.import_module("overlap")
+    small = {"dim": 32, "expert_dim": 32, "shared_expert_dim": 16, "vocab_size": 64, "num_layers": 2}
+    monkeypatch.setattr(overlap, "SIZES", {**overlap.SIZES, **small})
+    monkeypatch.setattr(overlap, "MICRO_BATCHES", 3)
+    overlap.main(1, dry=True)
+    measured = json.loads((tmp_path / "overlap.json").read_text())
+    hidden = {row["order"]: row["hidden"] for row in measured["virtual"] if row["wire_share"] == 0.5}
+    assert 0 < hidden["in order"] < hidden["merged"] < 1
+    assert len(measured["deepseek_v3"]) == 4
