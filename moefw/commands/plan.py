@@ -24,6 +24,8 @@ TERA = 10**12
 PHASES = {"forward": "forward", "recompute": "recompute", "backward": "backward", "once": "once a step"}
 PLANS = "plans"
 """The folder of ledgers in the cache."""
+EXPOSED = "recomputed, exposed"
+"""What a recomputed region sends again: it waits for it at once, so nothing hides it, also where passes are merged."""
 
 
 @frozen
@@ -142,7 +144,11 @@ def _sent(plan: Ledger) -> Sheet:
         for transfer in work.transfers:
             times = work.layers * transfer.times
             counts = {"times": times, "node": times * transfer.node, "network": times * transfer.network}
-            kind = transfer.kind if work.phase != "once" else f"{transfer.kind}, {PHASES[work.phase]}"
+            kind = transfer.kind
+            if work.phase == "once":
+                kind = f"{kind}, {PHASES[work.phase]}"
+            elif work.phase == "recompute":
+                kind = f"{kind}, {EXPOSED}"
             links.setdefault((transfer.group, str(transfer.ranks), kind), Counter()).update(counts)
     rows = [
         (*key, str(sums["times"]), f"{sums['node'] / MIB:.2f}", f"{sums['network'] / MIB:.2f}")

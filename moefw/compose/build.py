@@ -163,6 +163,8 @@ class LayerContext(BuildContext):
 
     def movement(self, name: str, finish: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
         """``finish`` under the policy of the region ``name``."""
+        if self.watch is not None:
+            again = self.watch.inside(name, self.site.layer, again)
         return self._treated(name, finish, lambda policy, inside: policy.wrap_movement(name, inside, again))
 
     def _treated(

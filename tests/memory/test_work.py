@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -87,3 +88,10 @@ def test_plan_shows_the_work_by_pass_and_the_bytes_by_group() -> None:
         assert words in shown, words
     product = Product("mm", "bfloat16", (4, 3, 2), 1, "fprop", 5)
     assert product.flops == 2 * 4 * 3 * 2 * 5
+
+
+def test_what_a_recomputed_dispatch_sends_again_is_called_exposed() -> None:
+    spec = (str(QUICKSTART), "parallel={experts: {ep: 2}}", "memory=[{use: recompute, regions: [dispatch]}]")
+    shown = CliRunner().invoke(plan, [*spec, "pipeline.use=merged", "train.tokens_per_step=16384"]).output
+    # The rows and their weights, in each of three MoE layers.
+    assert re.search(r"dp or ep +2 +all-to-all, recomputed, exposed +6 ", shown)
