@@ -239,5 +239,5 @@ def test_the_guide_says_what_its_specs_give(
     assert result.output.startswith(says)
 
 
-def test_the_guide_has_five_examples() -> None:
-    assert len(EXAMPLES) == GUIDE.count("```yaml") == 5
+def test_the_guide_has_six_examples() -> None:
+    assert len(EXAMPLES) == GUIDE.count("```yaml") == 6

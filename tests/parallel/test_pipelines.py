@@ -45,7 +45,7 @@ from moefw.training.generate import Reader
 from moefw.training.measured import Measured, measure, measure_here
 from pairwise import deep, each_value, quick
 
-SCHEDULES = [one.label for one in variants(Registry())["pipeline"] if one.label != "merged"]
+SCHEDULES = [one.label for one in variants(Registry())["pipeline"] if "merged" not in one.label]
 """Those of several stages, whose passes run one behind another."""
 MICRO_BATCHES = 4
 SIZES = {"vocab_size": 64, "num_layers": 4, "mtp_layers": 1, "num_dense_layers": 0}
