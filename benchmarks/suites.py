@@ -33,7 +33,7 @@ PLUGINS: Final[Mapping[str, tuple[str, str]]] = {
     "dispatcher": ("alltoall", "{}"),
     "gemm": ("grouped", "{}"),
     "precision": ("bf16", "{}"),
-    "memory_policy": ("recompute", "{regions: [attention]}"),
+    "memory_policy": ("recompute", "{}"),
     "layout": ("folded", "{}"),
     "pipeline": ("1f1b", "{}"),
     "data_source": ("text", "{}"),

@@ -69,7 +69,10 @@ class _UnconnectedError(Exception):
 
 
 class RankPool:
-    """Runs functions on 1 to ``size`` ranks. Each job gets a new process group; a failed job restarts the pool."""
+    """Runs functions on 1 to ``size`` ranks. Each job gets a new process group; a failed job restarts the pool.
+
+    Processes start with the first job that needs them.
+    """
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
@@ -95,8 +98,7 @@ class RankPool:
 
     def _run(self, function: Callable[..., Any], world: int, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         """Send a job to the first ranks, and return their answers. Raises _UnconnectedError if it can be repeated."""
-        if not self._workers:
-            self._start()
+        self._start(world)
         self._jobs += 1
         for rank, (_, pipe) in enumerate(self._workers[:world]):
             # The path first, in a message of its own: unpickling the function imports its module.
@@ -142,10 +144,12 @@ class RankPool:
             raise (_UnconnectedError if unconnected else ContractError)("\n".join(failures))
         return answers
 
-    def _start(self) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    def _start(self, world: int) -> None:
+        """Start processes until there are as many as ranks of a world: each costs two seconds of imports."""
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         context = copies_context()
-        for _ in range(self.size):
+        for _ in range(len(self._workers), world):
             pipe, pipe_of_rank = context.Pipe()
             process = context.Process(target=_serve, args=(pipe_of_rank, self._store.port), daemon=True)
             process.start()

@@ -73,6 +73,16 @@ def test_each_rank_answers_or_is_named_with_what_became_of_it() -> None:
     pool.close()
 
 
+def test_processes_start_with_the_first_job_that_needs_them() -> None:
+    pool = RankPool(3)
+    first = pool.run(where, 1)
+    assert len(pool._workers) == 1
+    assert [answer[:2] for answer in pool.run(where, 2)] == [(0, 2), (1, 2)]
+    assert pool.run(where, 1)[0][2] == first[0][2]
+    assert len(pool._workers) == 2
+    pool.close()
+
+
 def test_a_rank_that_is_late_because_it_computes_is_waited_for() -> None:
     pool = RankPool(2)
     assert pool.run(where, 2)
