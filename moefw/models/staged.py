@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefw.core.records import Stage
 from moefw.core.stages import Batch, LayerStats, Output
@@ -29,6 +29,14 @@ class Stageable(Protocol):
     tp: TensorParallel
     cuts: Mapping[int | None, SequenceCut]
     residual_dtype: torch.dtype
+
+    @property
+    def modules_of_begin(self) -> tuple[nn.Module, ...]:
+        """Modules that :meth:`enter` uses."""
+
+    @property
+    def modules_of_end(self) -> tuple[nn.Module, ...]:
+        """Modules that :meth:`end` uses."""
 
     def enter(self, stage: Stage, batch: Batch, arrived: Sequence[Tensor] = (), *, with_mtp: bool = True) -> Stream:
         """Stream with which a stage begins."""
@@ -65,7 +73,9 @@ class StagedForward:
         def awaited(batch: Batch) -> tuple[Tensor, ...]:
             return self._awaited(stage, batch, with_mtp=True)
 
-        phases = (Phase(enter), *self._phases(stage, with_mtp=True), Phase(leave))
+        begin = Phase(enter, uses=self._model.modules_of_begin)
+        end = Phase(leave, uses=self._model.modules_of_end)
+        phases = (begin, *self._phases(stage, with_mtp=True), end)
         return ModelStage(stage, phases, awaited)
 
     def _phases(self, stage: Stage, *, with_mtp: bool) -> tuple[Phase, ...]:

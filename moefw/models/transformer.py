@@ -214,12 +214,27 @@ class Transformer(nn.Module):
         """The phases of this rank's first stage, from a batch to its losses: those of :meth:`forward` in training."""
         stage = self._held[0]
         layers = (phase for layer in stage.layers for phase in self.phases_of(layer))
-        return (Phase(lambda batch: self.enter(stage, batch)), *layers, Phase(self.end))
+        begin = Phase(lambda batch: self.enter(stage, batch), uses=self.modules_of_begin)
+        return (begin, *layers, Phase(self.end, uses=self.modules_of_end))
+
+    @property
+    def modules_of_begin(self) -> tuple[nn.Module, ...]:
+        """Modules that :meth:`enter` uses."""
+        return () if self.embed is None else (self.embed,)
+
+    @property
+    def modules_of_end(self) -> tuple[nn.Module, ...]:
+        """Modules that :meth:`end` uses: the head, which may be the embedding."""
+        head = self.embed if self.options.tie_embeddings else self.head
+        return () if head is None else (head,)
 
     def phases_of(self, layer: int) -> tuple[Phase, ...]:
         """Phases of one layer on this rank, with the norm behind the last that predicts the next token."""
         block: Any = self.layers[layer]
-        return (*block.phases, Phase(self.normalise)) if layer == self.options.num_layers - 1 else block.phases
+        phases = tuple(phase.using(block) for phase in block.phases)
+        if layer == self.options.num_layers - 1:
+            phases += (Phase(self.normalise, uses=(self.norm,)),)
+        return phases
 
     def leave(self, stage: Stage, stream: Stream) -> Passed | Output:
         """Output of a stage, given the end of its stream."""

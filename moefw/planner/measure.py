@@ -27,7 +27,7 @@ from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.places import OUTSIDE, Place
 from moefw.recording.recorder import GATHERED, Recorder
-from moefw.runtime.parallel.gradients import Family, Gradients
+from moefw.runtime.parallel.gradients import SMALL, Family, Gradients
 from moefw.runtime.pipeline.timeline import most_in_flight
 from moefw.runtime.pipeline.transfers import Receive
 
@@ -146,7 +146,7 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
     buffers = _labelled(batch, BUFFERS)
     states = measure_states(batch, layout, shared)
     stored = {parameter: prod(batch.stored(parameter)) * FP32 for parameter in model.parameters()}
-    summed_flat = max((_summed_flat(family, layout, stored) for family in Gradients(model, layout).families), default=0)
+    summed_together = sum(_summed_together(family, layout, stored) for family in Gradients(model, layout).families)
     # The update needs the gradients of what this rank stores, in fp32, where micro-batches add up in another dtype or
     # in whole parameters. Gradients are added up over ranks before the optimizer allocates, so only the larger counts.
     gradients_for_update = sum(stored.values()) - batch.main_gradients()
@@ -157,7 +157,7 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
         buffers=buffers,
         batch=count * bytes_per_token * tokens + INT64 * train.micro_batch,
         host=states.host,
-        step_passing=max(states.passing, summed_flat) + gradients_for_update,
+        step_passing=max(states.passing, summed_together) + gradients_for_update,
     )
     return Ledger(
         world=layout.plan.world,
@@ -170,11 +170,11 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
     )
 
 
-def _summed_flat(family: Family, layout: Layout, stored: Mapping[nn.Parameter, int]) -> int:
-    """Bytes of the one buffer in which a family's gradients are added up over ranks; 0 if on one rank."""
+def _summed_together(family: Family, layout: Layout, stored: Mapping[nn.Parameter, int]) -> int:
+    """Bytes of the buffer in which the small gradients of a family are added up over ranks; 0 if on one rank."""
     if layout.size(*family.summed_over) == 1:
         return 0
-    return sum(stored[parameter] for parameter in family.parameters)
+    return sum(stored[parameter] for parameter in family.parameters if stored[parameter] <= SMALL * FP32)
 
 
 def _labelled(batch: MicroBatch, kind: str) -> int:

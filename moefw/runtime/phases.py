@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -29,6 +29,8 @@ class Phase:
     """Whether forward starts a movement that the next phase finishes. Its backward waits for the dual movement."""
     finishes: bool = False
     """Whether forward waits for the movement that the phase before has started. Its backward starts the dual one."""
+    uses: tuple[nn.Module, ...] = ()
+    """Modules whose parameters the phase may use. Those of no phase may be used by any."""
 
     def __call__(self, value: Any) -> Any:
         """Result of the function."""
@@ -38,16 +40,38 @@ class Phase:
         """The phase with its function wrapped."""
         return replace(self, function=wrap(self.function))
 
+    def using(self, *modules: nn.Module) -> Self:
+        """The phase that uses these modules, too."""
+        return replace(self, uses=(*self.uses, *modules))
+
 
 def straight(phases: Sequence[Phase]) -> Phase:
-    """One phase that runs the given ones in order. Movements between these are started and finished inside of it."""
+    """One phase that runs the given ones in order, and uses what these use.
+
+    Movements between these are started and finished inside of it.
+    """
 
     def run(value: Any) -> Any:
         for phase in phases:
             value = phase(value)
         return value
 
-    return Phase(run)
+    return Phase(run, uses=tuple(dict.fromkeys(module for phase in phases for module in phase.uses)))
+
+
+def first_uses(phases: Sequence[Phase]) -> list[list[nn.Parameter]]:
+    """Parameters that each phase is the first to use, in the order of forward: their gradients end with its backward.
+
+    A parameter of no phase is in no list.
+    """
+    known: set[nn.Parameter] = set()
+    first: list[list[nn.Parameter]] = []
+    for phase in phases:
+        used = [parameter for module in phase.uses for parameter in module.parameters()]
+        new = [parameter for parameter in dict.fromkeys(used) if parameter not in known]
+        known.update(new)
+        first.append(new)
+    return first
 
 
 @final

@@ -77,13 +77,14 @@ class Engine:
         self.optimizer = optimizer
         self.layout = layout
         self.clip_norm = clip_norm
+        self.gradients = Gradients(model, layout, getattr(torch, main_gradients))
         self.run = run or run_of(
             model,
             keep_routes=keep_routes,
             reduce_once=reduce_gradients == "step",
             delay_wgrads=delay_wgrads,
+            when_finished=self.gradients.start if self.gradients.start_early else None,
         )
-        self.gradients = Gradients(model, layout, getattr(torch, main_gradients))
         self.meters = Meters(model, layout)
         self.routers: dict[int, Any] = {
             layer.number: layer.router for layer in model.modules() if isinstance(layer, MoELayer)
@@ -149,6 +150,7 @@ class Engine:
 
     def _accumulate(self, batches: Sequence[Batch], clock: Clock) -> Tally:
         """Run all micro-batches forward and backward, and return their sums over all ranks."""
+        self.gradients.settle()
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.begin()
         self.meters.start()

@@ -34,19 +34,34 @@ class Run(Protocol):
         """Run forward and backward of all batches. Return the sums of this rank, added in the order of the batches."""
 
 
+WhenFinished = Callable[[Sequence[nn.Parameter]], None]
+"""Called with parameters whose gradients no later pass of the step changes."""
+
+
 def run_of(
-    model: nn.Module, *, keep_routes: bool = False, reduce_once: bool = False, delay_wgrads: bool = False
+    model: nn.Module,
+    *,
+    keep_routes: bool = False,
+    reduce_once: bool = False,
+    delay_wgrads: bool = False,
+    when_finished: WhenFinished | None = None,
 ) -> Run:
     """How a model trains: its pipeline, or one micro-batch behind the other.
 
     ``keep_routes``: see :class:`Tally`. ``reduce_once``: FSDP reduces gradients once, not after each backward.
-    ``delay_wgrads``: see :class:`moefw.runtime.pipeline.player.Player`.
+    ``delay_wgrads``, ``when_finished``: see :class:`moefw.runtime.pipeline.player.Player`.
     """
     plain = in_order(model, keep_routes=keep_routes, reduce_once=reduce_once)
     if not isinstance(model, Pipelined):
         return plain
-    played = in_stages(model, keep_routes=keep_routes, reduce_once=reduce_once, delay_wgrads=delay_wgrads)
-    if delay_wgrads or not model.link.is_whole:
+    played = in_stages(
+        model,
+        keep_routes=keep_routes,
+        reduce_once=reduce_once,
+        delay_wgrads=delay_wgrads,
+        when_finished=when_finished,
+    )
+    if delay_wgrads or when_finished is not None or not model.link.is_whole:
         return played
     link = model.link
 
@@ -57,7 +72,14 @@ def run_of(
     return run
 
 
-def in_stages(model: Any, *, keep_routes: bool = False, reduce_once: bool = False, delay_wgrads: bool = False) -> Run:
+def in_stages(
+    model: Any,
+    *,
+    keep_routes: bool = False,
+    reduce_once: bool = False,
+    delay_wgrads: bool = False,
+    when_finished: WhenFinished | None = None,
+) -> Run:
     """Run of this rank's stages of a ``Pipelined``, in the order of the pipeline's schedule."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
@@ -73,9 +95,20 @@ def in_stages(model: Any, *, keep_routes: bool = False, reduce_once: bool = Fals
                 stamp(told(action) if beside is None else f"{told(action)}, beside the {told(beside)}")
                 yield
 
+        def finished(parameters: Sequence[nn.Parameter]) -> None:
+            assert when_finished is not None
+            with clock("gradients"):
+                when_finished(parameters)
+
         once = reduce_once and len(batches) > 1
+        player = Player(
+            model,
+            batches,
+            delay_wgrads=delay_wgrads,
+            when_finished=None if when_finished is None else finished,
+        )
         with _gathered(model), _adding_up(model, unsharded=once) as reduce_next:
-            for entry, output in Player(model, batches, delay_wgrads=delay_wgrads).play(around):
+            for entry, output in player.play(around):
                 if output is not None:
                     tally.add(output, entry.passes[0].micro_batch)
                 if entry.passes[-1].kind != "F" and not once:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from moefw.core.records import Side
 from moefw.runtime.parallel.holders import STAGE, holdings
 from moefw.runtime.parallel.local_shards import is_shared_out, local
 from moefw.runtime.parallel.parts import PARTS, part_of_each
+
+SMALL: Final = 2**16
+"""Elements up to which gradients are summed together, in one buffer: a collective for each would cost more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +33,24 @@ class Family:
     stages: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Sum:
+    """A sum over ranks that is under way in ``buffer``: that of a gradient itself, or of several end to end."""
+
+    work: Any
+    buffer: Tensor
+    gradients: Sequence[Tensor]
+
+    def wait(self) -> None:
+        """Wait for the sum, and bring it into the gradients."""
+        self.work.wait()
+        if self.gradients[0] is self.buffer:
+            return
+        pieces = self.buffer.flatten().split([gradient.numel() for gradient in self.gradients])
+        summed = [piece.view_as(gradient) for piece, gradient in zip(pieces, self.gradients, strict=True)]
+        torch._foreach_copy_(list(self.gradients), summed)
+
+
 def add_up_in(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
     """Let the gradients of matrices that ranks do not shard be added up in ``dtype``. They have none yet."""
     for parameter in parameters:
@@ -37,7 +59,11 @@ def add_up_in(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
 
 
 class Gradients:
-    """The gradients of a model on this rank, which micro-batches add up in ``dtype``: see :func:`add_up_in`."""
+    """The gradients of a model on this rank, which micro-batches add up in ``dtype``: see :func:`add_up_in`.
+
+    Their sums over ranks may start while backward goes on: :meth:`start` takes those that no later pass changes. All
+    ranks must start the same ones in the same order.
+    """
 
     def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
         self.layout = layout
@@ -57,27 +83,73 @@ class Gradients:
             families[key].parameters.append(held.parameter)
             families[key].parts.append(parts[held.parameter])
         self.families = [*families.values()]
+        self._family_of = {parameter: family for family in self.families for parameter in family.parameters}
+        self._under_way: list[_Sum] = []
+        self._started: set[nn.Parameter] = set()
+
+    @property
+    def start_early(self) -> bool:
+        """Whether sums over ranks may start before the last backward ends.
+
+        Not those of gradients that become fp32 first: these take more memory while activations are held. FSDP reduces
+        its own; what is left of a model that it shards is little.
+        """
+        if self._dtype is not torch.float32 or any(map(is_shared_out, self._family_of)):
+            return False
+        return any(self.layout.size(*family.summed_over) > 1 and not family.stages for family in self.families)
 
     def begin(self) -> None:
         """Begin a step without gradients."""
         for family in self.families:
             add_up_in(self._dtype, family.parameters)
 
+    def start(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Start the sums of gradients over ranks, in place. No later backward may change these gradients."""
+        families: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            family = self._family_of.get(parameter)
+            if family is not None and not family.stages and parameter not in self._started:
+                families.setdefault(self.families.index(family), []).append(parameter)
+        for number, of_family in families.items():
+            self._start(self.families[number], of_family)
+
     def add_up(self) -> None:
         """Sum each parameter's gradient over its copies, in fp32. A parameter without a gradient counts as zero."""
         for family in self.families:
-            for parameter in family.parameters:
-                _widen(parameter)
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            group = self.layout.group(*family.summed_over)
-            if group is not None:
-                all_reduce_flat(_local(family.parameters), group)
+            self._start(family, [parameter for parameter in family.parameters if parameter not in self._started])
+        self.settle()
+        for family in self.families:
             if family.stages:
                 ranks = self.layout.plan.group(self.layout.rank, ("pp",))
                 group_of_stages = self.layout.open(tuple(ranks[position] for position in family.stages))
                 assert group_of_stages is not None, "several stages hold the parameters"
                 all_reduce_flat(_local(family.parameters), group_of_stages)
+
+    def settle(self) -> None:
+        """Wait for sums under way. A step that is run again does so before it drops its gradients."""
+        for under_way in self._under_way:
+            under_way.wait()
+        self._under_way.clear()
+        self._started.clear()
+
+    def _start(self, family: Family, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            _widen(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._started.update(parameters)
+        group = self.layout.group(*family.summed_over)
+        if group is None:
+            return
+        gradients = _local(parameters)
+        small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
+        large = [gradient for gradient in gradients if gradient.numel() > SMALL]
+        buckets = [(gradient.contiguous(), [gradient]) for gradient in large]
+        if small:
+            buckets.append((torch.cat([gradient.flatten() for gradient in small]), small))
+        for buffer, of_buffer in buckets:
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+            self._under_way.append(_Sum(work, buffer, of_buffer))
 
     def norms(self) -> Tensor:
         """Norms of the whole gradient and of each of ``PARTS``, ``(1 + parts)`` fp64, the same on every rank."""

@@ -30,6 +30,10 @@ class InFlight:
         """The graphs of the phases that have run forward and not yet backward."""
         self._value: Any = None
         """The input of the next phase of forward; behind the last, the output of the stage."""
+        self._behind: list[int] = []
+        """Numbers of phases whose backward has run, and whose weight gradients may be left."""
+        self.finished: list[int] = []
+        """Numbers of phases whose gradients are there, weight gradients included. The caller empties it."""
         self._grads: Sequence[Tensor | None] = ()
         """The gradients with which the next phase of backward begins; behind the last, those of the stage's input."""
 
@@ -63,8 +67,9 @@ class InFlight:
     def backward(self) -> None:
         """Run the backward of the last phase that is left."""
         self._grads = self._calls.pop().backward(self._grads)
-        phase = self.phases[len(self._calls)]
-        if self._fills_movements and phase.finishes:
+        number = len(self._calls)
+        self._behind.append(number)
+        if self.wgrads is None or (self._fills_movements and self.phases[number].finishes):
             self.run_wgrads()
 
     def end_backward(self) -> Sequence[Tensor | None]:
@@ -77,6 +82,8 @@ class InFlight:
         """Compute the weight gradients that backward has left, if there are any."""
         if self.wgrads is not None:
             self.wgrads.run()
+        self.finished += self._behind
+        self._behind.clear()
 
     def _wgrads_left(self) -> AbstractContextManager[None]:
         return nullcontext() if self.wgrads is None else forward_with(wgrads=self.wgrads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -9,13 +10,13 @@ from itertools import groupby
 from typing import Any, cast, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.records import Action, Entry, Pair
 from moefw.core.stages import Batch, Output
 from moefw.runtime.compute.wgrads import Wgrads
-from moefw.runtime.phases import straight
+from moefw.runtime.phases import first_uses, straight
 from moefw.runtime.pipeline.in_flight import InFlight
 from moefw.runtime.pipeline.link import Direction, next_stage
 from moefw.runtime.pipeline.merging import merged
@@ -38,6 +39,10 @@ class Player:
     until their pass. A micro-batch runs phase by phase if one of its passes is in a pair, or with ``delay_wgrads``:
     weight gradients that have no pass of their own are then computed while rows travel. ``by_phase``: so do all others.
     ``new_wgrads`` makes the collection of each micro-batch whose weight gradients are computed later.
+
+    ``when_finished`` is called with the parameters whose gradients no later pass changes, outside of passes and in an
+    order that follows from the schedule alone: the last backward of each stage runs phase by phase for it. Those of
+    several stages of this rank are left out.
     """
 
     def __init__(
@@ -48,13 +53,18 @@ class Player:
         delay_wgrads: bool = False,
         by_phase: bool = False,
         new_wgrads: Callable[[], Wgrads] = Wgrads,
+        when_finished: Callable[[Sequence[nn.Parameter]], None] | None = None,
     ) -> None:
         self.stages = {model_stage.stage.index: model_stage for model_stage in model.stages}
         self.link = model.link
         self.batches = batches
         self._steps = self.link.steps(len(batches))
         self._new_wgrads = new_wgrads
+        self._when_finished = when_finished
+        self._last = self._last_of_stages() if when_finished is not None else set()
+        """The micro-batch of each stage whose backward is the last."""
         self._in_flight = dict(self._prepared(delay_wgrads=delay_wgrads, by_phase=by_phase))
+        self._ends = self._ending_parameters()
         self._inputs: dict[Key, Wait] = {}
         self._grads: dict[Key, Wait] = {}
         self._outputs: list[Output | Passed] = []
@@ -71,10 +81,28 @@ class Player:
         for key in dict.fromkeys(map(_key, actions)):
             phases = self.stages[key[0]].phases
             fills_movements = delay_wgrads and key not in in_parts
-            if not (by_phase or key in in_pairs or fills_movements):
+            ends_by_phase = key in self._last and key not in in_parts
+            if not (by_phase or key in in_pairs or fills_movements or ends_by_phase):
                 phases = (straight(phases),)
             wgrads = self._new_wgrads() if key in in_parts or fills_movements else None
             yield key, InFlight(phases, wgrads, fills_movements=fills_movements)
+
+    def _last_of_stages(self) -> set[Key]:
+        """The micro-batch of each stage whose backward is the last on this rank."""
+        last: dict[int, Key] = {}
+        for step in self._steps:
+            if not isinstance(step, Receive):
+                last |= {action.stage: _key(action) for action in step.passes if action.kind in ("B", "W")}
+        return {*last.values()}
+
+    def _ending_parameters(self) -> dict[Key, list[list[nn.Parameter]]]:
+        """For the last micro-batch of each stage, the parameters whose gradients end with each phase of backward."""
+        ends = {key: first_uses(self._in_flight[key].phases) for key in sorted(self._last)}
+        num_stages = Counter(parameter for phases in ends.values() for used in phases for parameter in used)
+        return {
+            key: [[parameter for parameter in used if num_stages[parameter] == 1] for used in phases]
+            for key, phases in ends.items()
+        }
 
     def play(self, around: Around) -> Iterator[tuple[Entry, Output | Passed | None]]:
         """Yield what has run, one by one: a pass or a pair, and the output of its forward, without graph and tensors.
@@ -88,27 +116,49 @@ class Player:
             if isinstance(step, Pair):
                 self._run_pair(step, around)
             else:
-                self.link.playing = step
-                with around(step, None):
-                    self._run(step)
+                self._run(step, around)
             yield step, self._outputs.pop() if self._outputs else None
         self.link.playing = None
         self.link.flush()
 
-    def _run(self, action: Action) -> None:
+    def _run(self, action: Action, around: Around) -> None:
         key = _key(action)
+        self.link.playing = action
+        in_flight = self._in_flight[key]
         if action.kind == "F":
-            in_flight = self._begin_forward(key)
+            with around(action, None):
+                self._begin_forward(key)
+                for _ in in_flight.phases:
+                    in_flight.forward()
+                self._end_forward(key)
+            return
+        if action.kind == "W":
+            with around(action, None):
+                self._run_wgrads(key)
+        elif key in self._last:
+            with around(action, None):
+                self._begin_backward(key)
             for _ in in_flight.phases:
-                in_flight.forward()
-            self._end_forward(key)
-        elif action.kind == "W":
-            self._run_wgrads(key)
+                with around(action, None):
+                    in_flight.backward()
+                self._tell_finished(key, in_flight)
+            with around(action, None):
+                self._end_backward(key)
         else:
-            in_flight = self._begin_backward(key)
-            for _ in in_flight.phases:
-                in_flight.backward()
-            self._end_backward(key)
+            with around(action, None):
+                self._begin_backward(key)
+                for _ in in_flight.phases:
+                    in_flight.backward()
+                self._end_backward(key)
+        self._tell_finished(key, in_flight)
+
+    def _tell_finished(self, key: Key, in_flight: InFlight) -> None:
+        """Tell the parameters whose gradients have ended since the last time."""
+        if key in self._ends and self._when_finished is not None:
+            parameters = [parameter for number in in_flight.finished for parameter in self._ends[key][number]]
+            if parameters:
+                self._when_finished(parameters)
+        in_flight.finished.clear()
 
     def _run_pair(self, pair: Pair, around: Around) -> None:
         """Run a forward and a backward phase by phase. What both make is sent behind both.
@@ -127,10 +177,12 @@ class Player:
                         ahead.forward()
                     else:
                         back.backward()
+            self._tell_finished(_key(backward), back)
         with around(forward, backward):
             self._end_forward(_key(forward))
         with around(backward, forward):
             self._end_backward(_key(backward))
+        self._tell_finished(_key(backward), back)
 
     def _run_wgrads(self, key: Key) -> None:
         self._in_flight.pop(key).run_wgrads()
