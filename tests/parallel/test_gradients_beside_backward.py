@@ -91,11 +91,10 @@ def logged(case: LayerCase) -> list[str]:
     backward, start = InFlight.backward, Gradients._start
 
     def running(in_flight: InFlight) -> None:
-        number = len(in_flight._calls) - 1
-        layer = {
-            layers[each] for module in in_flight.phases[number].uses for each in module.parameters() if each in layers
-        }
-        log.extend(f"backward of layer {each}" for each in sorted(layer))
+        if len(in_flight.phases) > 1:  # the others run as one
+            phase = in_flight.phases[len(in_flight._calls) - 1]
+            used = {layers.get(each, "none") for module in phase.uses for each in module.parameters()}
+            log.extend(f"backward of layer {each}" for each in sorted(used))
         backward(in_flight)
 
     def starting(gradients: Gradients, family: Any, parameters: Sequence[nn.Parameter]) -> None:
