@@ -32,10 +32,10 @@ from moefw.planner.stages_without_peers import OwnStages, Unconnected
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, PARAMETERS, Life, Recorder
 from moefw.runtime.compute.weights import shared_by_micro_batches
-from moefw.runtime.parallel.gradients import add_up_in
+from moefw.runtime.parallel.gradients import Gradients, add_up_in
 from moefw.runtime.phases import Phase, straight
 from moefw.runtime.pipeline.player import Player
-from moefw.runtime.pipeline.stage import Arrived, ModelStage
+from moefw.runtime.pipeline.stage import Arrived, ModelStage, Pipelined
 from moefw.runtime.pipeline.transfers import Step
 
 FP32: Final = 4
@@ -76,7 +76,13 @@ class MicroBatch:
             self.layers = run_layers(assembly, self.model)
         else:
             self.layers = [RunLayer(number) for number in range(assembly.site.num_layers)]
-        self.steps: Sequence[Step] = model.link.steps(count) if is_played else ()
+        # The last micro-batch runs by phases where its gradients are summed over ranks meanwhile. It needs the most.
+        ends_by_phase = (
+            isinstance(model, Pipelined)
+            and self.sharding is None
+            and Gradients(self.model, layout, getattr(torch, train.main_gradients)).start_early
+        )
+        self.steps: Sequence[Step] = model.link.steps(count) if is_played or ends_by_phase else ()
         """What this rank does in a step of a pipeline, or phase by phase; empty if it does neither."""
         self.passes: dict[tuple[str, int], range] = {}
         """The moments of the one recorded pass of each kind, ``F`` or ``B``, through each stage of this rank.
@@ -87,7 +93,7 @@ class MicroBatch:
         self.saved_in: dict[int, range] = {}
         """The moments between which forward of each stage saves what its backward needs."""
         self._played: Iterator[Any] | None = None
-        self._by_phase = assembly.parts.pipeline.merges or train.delay_wgrads
+        self._by_phase = assembly.parts.pipeline.merges or train.delay_wgrads or ends_by_phase
         self.stages: dict[int, RecordedStage] = {}
         """The stages of this rank that ran, by index."""
         self.operations.learn_weights(self.model)

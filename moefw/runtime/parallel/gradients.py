@@ -17,8 +17,8 @@ from moefw.runtime.parallel.holders import STAGE, holdings
 from moefw.runtime.parallel.local_shards import is_shared_out, local
 from moefw.runtime.parallel.parts import PARTS, part_of_each
 
-SMALL: Final = 2**16
-"""Elements up to which gradients are summed together, in one buffer: a collective for each would cost more."""
+SMALL: Final = 2**13
+"""Elements up to which gradients are summed together, in one buffer, such as those of norms and biases."""
 
 
 @dataclass(frozen=True, eq=False)
