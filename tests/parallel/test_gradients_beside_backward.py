@@ -25,6 +25,8 @@ from moefw.training.engine import Engine
 
 SIZES = {"shared_expert_dim": 16, "vocab_size": 64, "num_layers": 4, "num_dense_layers": 1, "mtp_layers": 1}
 MICRO_BATCHES = 3
+IN_PLACE = mock.patch("moefw.runtime.parallel.gradients.SMALL", 100)
+"""Gradients of more than 100 elements are not small: those of matrices here."""
 TIED = {**SMALL["model"], **SIZES, "tie_embeddings": True}
 WORLDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "2 ranks": (2, {}),
@@ -56,7 +58,7 @@ def stepped(case: LayerCase, *, early: bool) -> dict[str, Tensor]:
     """Norm and summed gradients of this rank after a step."""
     model, assembly, layout, shared = open_model(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with mock.patch.object(Gradients, "start_early", early) if not early else nullcontext():
+    with mock.patch.object(Gradients, "start_early", early) if not early else nullcontext(), IN_PLACE:
         engine = Engine.of(model, optimizer, layout, assembly.spec.train)
         assert engine.gradients.start_early is early
         result = engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
@@ -102,7 +104,7 @@ def logged(case: LayerCase) -> list[str]:
         start(gradients, family, parameters)
 
     engine = Engine.of(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, assembly.spec.train)
-    with mock.patch.object(InFlight, "backward", running), mock.patch.object(Gradients, "_start", starting):
+    with mock.patch.object(InFlight, "backward", running), mock.patch.object(Gradients, "_start", starting), IN_PLACE:
         engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
     shared.close()
     return log
@@ -130,7 +132,7 @@ def sums_in_place(case: LayerCase) -> tuple[int, int]:
         return reduce(tensor, *arguments, **settings)
 
     engine = Engine.of(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, assembly.spec.train)
-    with mock.patch.object(dist, "all_reduce", reducing), mock.patch("moefw.runtime.parallel.gradients.SMALL", 100):
+    with mock.patch.object(dist, "all_reduce", reducing), IN_PLACE:
         engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
     shared.close()
     return max(copied), max(each.numel() for each in model.parameters())

@@ -18,7 +18,7 @@ from moefw.runtime.parallel.local_shards import is_shared_out, local
 from moefw.runtime.parallel.parts import PARTS, part_of_each
 
 SMALL: Final = 2**13
-"""Elements up to which gradients are summed together, in one buffer, such as those of norms and biases."""
+"""Elements up to which the gradients of a family are summed together, in one buffer, such as norms and biases."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +104,15 @@ class Gradients:
             add_up_in(self._dtype, family.parameters)
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Start the sums of gradients over ranks, in place. No later backward may change these gradients."""
-        families: dict[int, list[nn.Parameter]] = {}
+        """Start the sums of gradients over ranks, in place. No later backward may change these gradients.
+
+        Small ones wait for the end: their place in a common buffer, and with it the last bit of a sum over three ranks
+        or more, would depend on which of them end together.
+        """
         for parameter in parameters:
             family = self._family_of.get(parameter)
-            if family is not None and not family.stages and parameter not in self._started:
-                families.setdefault(self.families.index(family), []).append(parameter)
-        for number, of_family in families.items():
-            self._start(self.families[number], of_family)
+            if family is not None and not family.stages and parameter.numel() > SMALL:
+                self._start(family, [parameter])
 
     def add_up(self) -> None:
         """Sum each parameter's gradient over its copies, in fp32. A parameter without a gradient counts as zero."""
