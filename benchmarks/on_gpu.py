@@ -90,6 +90,7 @@ PARTS: Mapping[str, Part] = {
     "limits": script("layer_goals", "--only", "granularity", "few tokens", "skew", "counters"),
     "offload": script("offload_overlap"),
     "quantizers": script("fused_quantize"),
+    "overlap": script("overlap_on_gpu", small=()),
 }
 
 

@@ -1,7 +1,7 @@
 """Share of the movements of experts that compute hides: in order, merged, merged with delayed weight gradients.
 
-One step of a small MoE model runs on two gloo ranks, eight micro-batches, and logs what the host does: compute (in
-seconds of its thread's processor time), launches, waits, reads of metadata. The log is played on a virtual clock
+One step of a small MoE model runs on two gloo ranks, eight micro-batches, and is logged (``step_log.py``): compute, in
+seconds of the thread's processor time, launches, waits, reads of metadata. The log is played on a virtual clock
 (``virtual_clock.py``) on which one wire takes 0.3, 0.5 and 0.8 of the time of compute, shared out over movements by
 their bytes. Exits with 1 unless merged passes hide at least 0.85 at 0.5, and twice the share of passes in order.
 
@@ -18,8 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -31,16 +30,14 @@ from ruamel.yaml import YAML
 from torch import Tensor
 
 import record
-from moefw.plugins.dispatchers.alltoall import dispatcher as alltoall
-from moefw.runtime.communication.movement import _Flight
-from moefw.runtime.pipeline.in_flight import InFlight
-from moefw.runtime.pipeline.player import Player
+from moefw.runtime.communication.movement import Flight
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.training import micro_batches
 from moefw.training.engine import Engine
-from virtual_clock import Event, Replayed, replay
+from step_log import Event, StepLog, in_order
+from virtual_clock import Replayed, replay
 
 RANKS: Final = 2
 MICRO_BATCHES: Final = 8
@@ -71,95 +68,6 @@ END: Final = "<!-- end of what benchmarks/overlap.py writes -->"
 DEEPSEEK: Final = Path(__file__).with_name("deepseek_v3_ep64.yaml")
 
 
-class Log:
-    """What the host does in a step. Use :meth:`logging` around it. ``group``: the process group of rows."""
-
-    def __init__(self, group: Any) -> None:
-        self.events: list[Event] = []
-        self._group = group
-        self._phase = ""
-        self._since = time.thread_time()
-        self._numbers: dict[int, int] = {}
-        """The number of each movement under way, by the identity of its flight."""
-
-    def computed(self) -> None:
-        """Add the processor time since the last event."""
-        now = time.thread_time()
-        self.events.append(Event("compute", phase=self._phase, seconds=now - self._since))
-        self._since = time.thread_time()
-
-    def moved(self, kind: Any, **fields: Any) -> None:
-        """Add an event other than compute. Its own processor time, that of a library on the host, does not count."""
-        self.events.append(Event(kind, phase=self._phase, **fields))
-        self._since = time.thread_time()
-
-    @contextmanager
-    def logging(self) -> Iterator[None]:
-        """Log launches, waits, reads, and the phase to which compute belongs."""
-        launch, wait, read = _Flight.__init__, _Flight.wait, alltoall.exchange_now
-        forward, backward, wgrads = InFlight.forward, InFlight.backward, InFlight.run_wgrads
-
-        def launching(flight: _Flight, start: Any, sent: Sequence[Tensor]) -> None:
-            self.computed()
-            launch(flight, start, sent)
-            self._numbers[id(flight)] = len(self.events)
-            self.moved("launch", movement=len(self.events), nbytes=sum(tensor.nbytes for tensor in flight.sent))
-
-        def waiting(flight: _Flight) -> list[Tensor]:
-            self.computed()
-            buffers = wait(flight)
-            self.moved("wait", movement=self._numbers.pop(id(flight)))
-            return buffers
-
-        def reading(rows: Tensor, sent: Any, received: Any, group: Any) -> Tensor:
-            self.computed()
-            result = read(rows, sent, received, group)
-            self.moved("read", on_wire_of_rows=group is self._group)
-            return result
-
-        def in_phase(run: Callable[[InFlight], None], name: Callable[[InFlight], str]) -> Callable[[InFlight], None]:
-            def running(in_flight: InFlight) -> None:
-                self.computed()
-                outer = self._phase
-                self._phase = name(in_flight)
-                run(in_flight)
-                self.computed()
-                self._phase = outer
-
-            return running
-
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.multiple(_Flight, __init__=launching, wait=waiting))
-            stack.enter_context(mock.patch.object(alltoall, "exchange_now", reading))
-            stack.enter_context(
-                mock.patch.multiple(
-                    InFlight,
-                    forward=in_phase(forward, _name_of_next),
-                    backward=in_phase(backward, lambda in_flight: f"{_name_of_last(in_flight)}'"),
-                    run_wgrads=in_phase(wgrads, lambda _: "weight gradients"),
-                )
-            )
-            self._since = time.thread_time()
-            yield
-            self.computed()
-
-
-def _name_of_next(in_flight: InFlight) -> str:
-    return _name(in_flight, len(in_flight._calls))
-
-
-def _name_of_last(in_flight: InFlight) -> str:
-    return _name(in_flight, len(in_flight._calls) - 1)
-
-
-def _name(in_flight: InFlight, number: int) -> str:
-    """Name of a phase: of a layer, or of the begin or the end of the model."""
-    phase = in_flight.phases[number]
-    if phase.starts or phase.finishes:
-        return ("attend", "receive", "compute", "collect")[(number - 1) % 4]
-    return "begin" if number == 0 else "end"
-
-
 def case_of(order: str) -> LayerCase:
     """Case with the model of this benchmark."""
     parts: dict[str, Any] = {"dispatch": {"use": "alltoall"}, "parallel": {"experts": {"ep": RANKS}}, **ORDERS[order]}
@@ -169,59 +77,58 @@ def case_of(order: str) -> LayerCase:
 
 
 @contextmanager
-def opened(case: LayerCase) -> Iterator[tuple[Callable[[], Any], Any]]:
-    """Yield a function that runs a step of the case on this rank, and the process group of rows."""
+def opened(case: LayerCase) -> Iterator[tuple[Engine, Callable[[Any], Any], Any]]:
+    """Yield an engine of the case, what runs a step with a clock on this rank, and the process group of rows."""
     model, assembly, layout, shared = open_model(case)
-    train = assembly.spec.train
-    run = micro_batches.in_stages(model, delay_wgrads=train.delay_wgrads)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine = Engine(model, optimizer, layout, clip_norm=None, run=run)
+    run = micro_batches.in_stages(model, delay_wgrads=assembly.spec.train.delay_wgrads)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, clip_norm=None, run=run)
     batches = global_batch(assembly, layout, 0)
-    # Passes in order run by phases, too: their log has the same phases.
-    by_phase = partial(Player, by_phase=True)
-    with mock.patch.object(micro_batches, "Player", by_phase):
-        yield lambda: engine.step(batches, 0.0, lambda _: nullcontext()), layout.group("ep", "etp")
+    yield engine, lambda clock: engine.step(batches, 0.0, clock), layout.group("ep", "etp")
     shared.close()
+
+
+def untimed(section: str, *passes: object) -> nullcontext[None]:
+    return nullcontext()
 
 
 def logged(case: LayerCase, rounds: int) -> list[Event]:
     """Log of a step of this rank, with the median of each duration over all rounds."""
     logs: list[list[Event]] = []
-    with opened(case) as (step, group_of_rows):
-        step()
+    with opened(case) as (engine, step, group_of_rows):
+        step(untimed)
         for _ in range(rounds):
-            log = Log(group_of_rows)
-            with log.logging():
-                step()
+            log = StepLog(group_of_rows)
+            with log.logging(untimed, engine.optimizer) as clock:
+                step(clock)
             logs.append(log.events)
-    assert len({tuple((event.kind, event.phase) for event in events) for events in logs}) == 1, "steps differ"
+    assert all(in_order(events) == in_order(logs[0]) for events in logs), "steps differ"
     return [evolve(same[0], seconds=median(event.seconds for event in same)) for same in zip(*logs, strict=True)]
 
 
 def slept(case: LayerCase, rounds: int, seconds_a_byte: float) -> float:
     """Seconds of a step by the clock, the median of all rounds, where a wire of this speed sleeps in each wait."""
     wire_is_free = 0.0
-    launch, wait = _Flight.__init__, _Flight.wait
+    launch, wait = Flight.__init__, Flight.wait
     arrives: dict[int, float] = {}
 
-    def launching(flight: _Flight, start: Any, sent: Sequence[Tensor]) -> None:
+    def launching(flight: Flight, start: Any, sent: Sequence[Tensor]) -> None:
         nonlocal wire_is_free
         launch(flight, start, sent)
         nbytes = sum(tensor.nbytes for tensor in flight.sent)
         wire_is_free = max(time.perf_counter(), wire_is_free) + nbytes * seconds_a_byte
         arrives[id(flight)] = wire_is_free
 
-    def waiting(flight: _Flight) -> list[Tensor]:
+    def waiting(flight: Flight) -> list[Tensor]:
         buffers = wait(flight)
         time.sleep(max(0.0, arrives.pop(id(flight)) - time.perf_counter()))
         return buffers
 
     seconds = []
-    with opened(case) as (step, _), mock.patch.multiple(_Flight, __init__=launching, wait=waiting):
-        step()
+    with opened(case) as (_, step, _), mock.patch.multiple(Flight, __init__=launching, wait=waiting):
+        step(untimed)
         for _ in range(rounds):
             begin = time.perf_counter()
-            step()
+            step(untimed)
             seconds.append(time.perf_counter() - begin)
     return median(seconds)
 
@@ -304,7 +211,7 @@ def main(rounds: int, *, dry: bool = False) -> bool:
     logs = {}
     for order in ORDERS:
         logs[order], *others = pool.run(logged, RANKS, case_of(order), rounds)
-        assert all(map(_kinds(logs[order]).__eq__, map(_kinds, others))), "all ranks log one order"
+        assert all(in_order(events) == in_order(logs[order]) for events in others), "ranks differ"
     rows: list[dict[str, Any]] = []
     for order, events in logs.items():
         for share in WIRES:
@@ -330,10 +237,6 @@ def main(rounds: int, *, dry: bool = False) -> bool:
         PAGE.write_text(before + table(rows, real, record.commit()) + rest.partition(END)[2])
     hidden = {row["order"]: row["hidden"] for row in rows if row["wire_share"] == JUDGED}
     return hidden["merged"] >= AT_LEAST and hidden["merged"] >= TIMES * hidden["in order"]
-
-
-def _kinds(events: Sequence[Event]) -> list[tuple[str, str]]:
-    return [(event.kind, event.phase) for event in events]
 
 
 def table(rows: Sequence[Mapping[str, Any]], real: Sequence[Mapping[str, Any]], commit: str) -> str:

@@ -1,31 +1,16 @@
 """A virtual clock: how long a rank's step takes if compute and one wire run beside each other, each in order.
 
-The log of a step is what the host did, in order: it computed, launched a movement of rows, waited for one, or read
-metadata that other ranks had sent. A movement starts when it is launched and the wire is free.
+The log of a step (``step_log.py``) is what the host did, in order: it computed, launched a movement of rows, waited for
+one, or read metadata that other ranks had sent. A movement starts when it is launched and the wire is free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from attrs import frozen
 
-
-@frozen
-class Event:
-    """What the host did, in which phase of the model.
-
-    ``seconds``: of ``compute``. ``movement``: the number of what a ``launch`` starts and a ``wait`` awaits.
-    ``on_wire_of_rows``: whether a ``read`` queues behind the rows under way, which a communicator of its own does not.
-    """
-
-    kind: Literal["compute", "launch", "wait", "read"]
-    phase: str = ""
-    seconds: float = 0.0
-    movement: int = 0
-    nbytes: int = 0
-    on_wire_of_rows: bool = False
+from step_log import Event
 
 
 @frozen

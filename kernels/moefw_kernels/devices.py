@@ -39,6 +39,11 @@ class HostCopy:
             self._arrived = torch.get_device_module(device).Event()
             self._arrived.record()
 
+    @property
+    def waits(self) -> bool:
+        """Whether :meth:`read` waits for a device."""
+        return self._arrived is not None
+
     def read(self) -> Iterator[Tensor]:
         """Wait, and return the copies in order."""
         if self._arrived is not None:

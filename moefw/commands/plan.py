@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 from attrs import frozen
@@ -13,8 +14,9 @@ from rich.console import Console
 from moefw.commands import specs
 from moefw.commands.tables import print_table
 from moefw.commands.waiting import waiting
+from moefw.compose.assembly import Assembly
 from moefw.compose.spec.structure import plain
-from moefw.core.errors import MoefwError
+from moefw.core.errors import MoefwError, SpecError
 from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
 from moefw.training.folder import cache_dir
 
@@ -42,7 +44,10 @@ class Sheet:
 @click.argument("overrides", nargs=-1)
 @click.option("--world", type=click.IntRange(min=1), help="Ranks to lay out over; by default the smallest that fits.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool) -> int:
+@click.option(
+    "--picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the schedule of a step, instead."
+)
+def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool, picture: Path | None) -> int:
     """Predict the memory and the work of a rank that trains as SPEC says, without a GPU.
 
     Memory is told by category and by region; --json tells the work by region, too.
@@ -51,6 +56,8 @@ def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool
     """
     try:
         assembly = specs.read(spec, overrides, world)
+        if picture is not None:
+            return _draw(assembly, picture)
         with waiting("running a step of a rank on tensors without memory"):
             planned = ledger(assembly, cache=cache_dir() / PLANS)
     except MoefwError as error:
@@ -62,6 +69,21 @@ def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool
         click.echo(json.dumps({"ok": True, "problems": [], **planned.to_data()}))
         return 0
     show(planned)
+    return 0
+
+
+def _draw(assembly: Assembly, picture: Path) -> int:
+    """Draw the schedule of a step."""
+    from moefw.planner.schedule_picture import draw_schedule
+
+    if picture.suffix != ".png":
+        raise SpecError(f"--picture {picture}: a picture ends in .png.", f"Use {picture.with_suffix('.png')}.")
+    try:
+        draw_schedule(assembly, picture)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SpecError(f"--picture {picture}: {reason}.", "Name a file that can be written.") from error
+    click.echo(f"the schedule is drawn in {picture}")
     return 0
 
 

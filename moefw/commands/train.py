@@ -7,6 +7,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 from attrs import asdict
@@ -16,6 +17,7 @@ from moefw.commands.doctor.machine import usable_cores
 from moefw.commands.out_of_memory import memory_note
 from moefw.commands.report import reported
 from moefw.commands.run_plan import planned_beside
+from moefw.commands.traces import STEPS, TraceFlags, traced
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import SpecError
 from moefw.system.python import python
@@ -46,7 +48,16 @@ class _Bare(click.Command):
 @click.argument("overrides", nargs=-1)
 @click.option("--resume", metavar="[=WHICH]", help=RESUME)
 @click.option("--ledger", is_flag=True, help="Print what memory a rank will hold, and measure it: run.dir/ledger.json.")
-def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: bool) -> int:
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE.json",
+    help="Trace what every rank computes, sends and waits for in two steps; FILE.png shows it.",
+)
+@click.option("--trace-steps", metavar="A:B", help=STEPS)
+@click.option("--trace-operators", is_flag=True, help="Also PyTorch's operators, by its profiler: FILE.operators/.")
+@click.option("--trace-memory", is_flag=True, help="Also a snapshot of each GPU's memory: FILE.memory/.")
+def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: bool, **traces: Any) -> int:
     """Train as SPEC says, with key=value overrides (train.steps=20).
 
     Starts the local ranks that the layout needs, or joins a torchrun or Slurm world when it finds one.
@@ -58,6 +69,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
         which = "auto"
     place = place_from_environment()
     assembly = specs.read(spec, overrides, place.world if place else None)
+    tracing = TraceFlags(**traces).options(assembly)
     run = assembly.spec.run
     note = partial(memory_note, assembly)
     leads = LAUNCHED not in os.environ and (place is None or place.rank == 0)
@@ -71,6 +83,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
             _spare_input(assembly)
         if leads:
             stack.enter_context(run_folder(assembly, resume=goes_on, again=which == "auto", tell=click.echo))
+            stack.enter_context(traced(tracing, click.echo))
             stack.enter_context(reported(Path(run.dir), requests, failures=place is None))
             end = stack.enter_context(RecordedEnd(Path(run.dir)))
             if ledger:
@@ -85,7 +98,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
         with watched(run, place or ALONE, requests, memory_note=note):
             from moefw.training import trainer
 
-            trainer.train(assembly, place or ALONE, resume=which, ledger=ledger, requests=requests)
+            trainer.train(assembly, place or ALONE, resume=which, ledger=ledger, traces=tracing, requests=requests)
     return 0
 
 

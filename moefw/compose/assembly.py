@@ -14,7 +14,7 @@ from attrs import field, frozen
 from moefw.compose.spec.origins import Origins
 from moefw.compose.spec.sections import Spec, inner_plugins, plugin_fields
 from moefw.compose.spec.structure import plain
-from moefw.compose.stages import stages_of
+from moefw.compose.stages import micro_batches_of, stages_of
 from moefw.core.kinds import KINDS, Kind
 from moefw.core.plugin import (
     AttentionPlugin,
@@ -32,8 +32,10 @@ from moefw.core.plugin import (
     RouterPlugin,
     SchedulePlugin,
 )
+from moefw.core.records import Order
 from moefw.core.site import Site
 from moefw.runtime.pipeline.placement import Stages
+from moefw.runtime.pipeline.timeline import one_by_one
 
 if TYPE_CHECKING:
     from moefw.compose.registry import Registry
@@ -95,6 +97,19 @@ class Assembly:
     def stages(self) -> Stages:
         """The pipeline stages of each position on pp."""
         return stages_of(self.parts.pipeline, self.parts.model, self.layout)
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches of a rank in a step; with packs, which differ from step to step, of as many tokens."""
+        return micro_batches_of(self.layout, self.spec.train)
+
+    def order(self, micro_batches: int) -> Order:
+        """Passes of each position on pp in a step of so many micro-batches."""
+        pipeline = self.parts.pipeline
+        if len(self.stages) == 1 and not pipeline.merges:
+            return [one_by_one(micro_batches)]
+        with self.registry.calling(pipeline, "order()"):
+            return pipeline.order(len(self.stages), micro_batches)
 
     @property
     def notes(self) -> list[str]:

@@ -26,7 +26,6 @@ from moefw.runtime.parallel.opened_layout import open_by, second_group
 from moefw.runtime.phases import Phase, straight
 from moefw.runtime.pipeline.placement import Stages
 from moefw.runtime.pipeline.stage import Pipelined
-from moefw.runtime.pipeline.timeline import one_by_one
 
 if TYPE_CHECKING:
     from moefw.runtime.parallel.sharding import Sharding
@@ -245,11 +244,7 @@ class ModelParts(ModelContext):
 
     def order(self, micro_batches: int) -> Order:
         """Passes of each position on pp in a step of so many micro-batches."""
-        pipeline = self.assembly.parts.pipeline
-        if len(self.stages) == 1 and not pipeline.merges:
-            return [one_by_one(micro_batches)]
-        with self.assembly.registry.calling(pipeline, "order()"):
-            return pipeline.order(len(self.stages), micro_batches)
+        return self.assembly.order(micro_batches)
 
     @property
     def precision(self) -> Precision:

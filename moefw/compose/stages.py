@@ -36,13 +36,13 @@ def stage_problems(
         where = "parallel.pp" if pipeline.layout is None else "pipeline.layout"
         yield from (evolve(problem, where=where) for problem in error.problems)
     if train.packing == "none":
-        yield from _problems_of_step(pipeline, ranks, _micro_batches(layout, train), delay_wgrads=train.delay_wgrads)
+        yield from _problems_of_step(pipeline, ranks, micro_batches_of(layout, train), delay_wgrads=train.delay_wgrads)
     elif any([*pipeline.check_batches(ranks, count)] for count in range(1, 4 * ranks)):
         what = f"the number of packs differs from step to step, and {pipeline.name} cannot run every number."
         yield Problem(what, "Use train.packing: none, or pipeline: {use: 1f1b}.", "train.packing")
 
 
-def _micro_batches(layout: LayoutPlan, train: TrainSpec) -> int:
+def micro_batches_of(layout: LayoutPlan, train: TrainSpec) -> int:
     """Number of micro-batches of a rank in a step."""
     return max(1, train.tokens_per_step // (train.micro_batch * train.seq_len * layout.sizes.get("dp", 1)))
 
@@ -53,7 +53,7 @@ def _problems_without_pp(pipeline: PipelinePlugin, layout: LayoutPlan, train: Tr
         what = f"{pipeline.name} merges passes of {pipeline.chunks} stages a rank, and without pp there is one stage."
         yield Problem(what, "Use pipeline: {use: merged}, or a pp above 1.", "pipeline.use")
     elif train.packing == "none":
-        yield from _problems_of_step(pipeline, 1, _micro_batches(layout, train), delay_wgrads=False)
+        yield from _problems_of_step(pipeline, 1, micro_batches_of(layout, train), delay_wgrads=False)
 
 
 def _problems_of_step(

@@ -97,7 +97,7 @@ class DenseBlock(Block):
         mlp = context.unit(SwiGLU(options.dim, options.dense_dim, recipe, tp, options.activation), recipe)
         super().__init__(options, context, attention=attention, mlp=mlp)
         self._mlp = context.region("dense_mlp", mlp.__call__)
-        self.phases = context.layer((Phase(self.transform),))
+        self.phases = context.layer((Phase(self.transform, name="transform", layer=self.number),))
 
     def transform(self, stream: Stream) -> Stream:
         """Add attention and the MLP to the residual stream."""

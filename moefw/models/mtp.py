@@ -43,7 +43,7 @@ class MTPBlock(MoEBlock):
 
     def before(self) -> tuple[Phase, ...]:
         """Phase that makes the block's input."""
-        return (Phase(self.look_ahead),)
+        return (Phase(self.look_ahead, name="look ahead", layer=self.number),)
 
     def look_ahead(self, stream: Stream) -> Stream:
         """Start a new residual stream from what the head reads, and from the token that it is to predict."""

@@ -73,8 +73,8 @@ class StagedForward:
         def awaited(batch: Batch) -> tuple[Tensor, ...]:
             return self._awaited(stage, batch, with_mtp=True)
 
-        begin = Phase(enter, uses=self._model.modules_of_begin)
-        end = Phase(leave, uses=self._model.modules_of_end)
+        begin = Phase(enter, name="begin", uses=self._model.modules_of_begin)
+        end = Phase(leave, name="end", uses=self._model.modules_of_end)
         phases = (begin, *self._phases(stage, with_mtp=True), end)
         return ModelStage(stage, phases, awaited)
 

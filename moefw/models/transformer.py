@@ -214,8 +214,8 @@ class Transformer(nn.Module):
         """The phases of this rank's first stage, from a batch to its losses: those of :meth:`forward` in training."""
         stage = self._held[0]
         layers = (phase for layer in stage.layers for phase in self.phases_of(layer))
-        begin = Phase(lambda batch: self.enter(stage, batch), uses=self.modules_of_begin)
-        return (begin, *layers, Phase(self.end, uses=self.modules_of_end))
+        begin = Phase(lambda batch: self.enter(stage, batch), name="begin", uses=self.modules_of_begin)
+        return (begin, *layers, Phase(self.end, name="end", uses=self.modules_of_end))
 
     @property
     def modules_of_begin(self) -> tuple[nn.Module, ...]:
@@ -233,7 +233,7 @@ class Transformer(nn.Module):
         block: Any = self.layers[layer]
         phases = tuple(phase.using(block) for phase in block.phases)
         if layer == self.options.num_layers - 1:
-            phases += (Phase(self.normalise, uses=(self.norm,)),)
+            phases += (Phase(self.normalise, name="normalise", uses=(self.norm,)),)
         return phases
 
     def leave(self, stage: Stage, stream: Stream) -> Passed | Output:

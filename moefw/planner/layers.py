@@ -73,7 +73,7 @@ def unlike_positions(assembly: Assembly, micro_batches: int) -> list[int]:
     """Positions on pp to measure: of those with stages that are alike, the one with most in flight."""
     if len(assembly.stages) == 1:
         return [0]
-    order = assembly.parts.pipeline.order(len(assembly.stages), micro_batches)
+    order = assembly.order(micro_batches)
     chosen: dict[str, int] = {}
     for position, stages in enumerate(assembly.stages):
         kinds = repr(

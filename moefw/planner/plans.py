@@ -27,9 +27,7 @@ def ledger(assembly: Assembly, *, micro_batches: int | None = None, cache: Path 
 
     ``cache``: folder of earlier ledgers, under a digest of everything that they depend on; None: measure.
     """
-    train = assembly.spec.train
-    each = assembly.layout.sizes.get("dp", 1) * train.seq_len * train.micro_batch
-    count = max(1, train.tokens_per_step // each) if micro_batches is None else micro_batches
+    count = assembly.micro_batches if micro_batches is None else micro_batches
     if cache is None:
         return _measured(assembly, count)
     path = cache / f"{_digest(assembly, count)}.json"

@@ -109,10 +109,10 @@ class MoELayer(nn.Module):
         attention and ends with the residual connection.
         """
         return (
-            Phase(send, starts=True),
-            Phase(self.receive, finishes=True),
-            Phase(self.compute, starts=True),
-            Phase(collect, finishes=True),
+            Phase(send, name="attend", layer=self.number, starts=True),
+            Phase(self.receive, name="receive", layer=self.number, finishes=True),
+            Phase(self.compute, name="compute", layer=self.number, starts=True),
+            Phase(collect, name="collect", layer=self.number, finishes=True),
         )
 
     def send(self, x_TD: Tensor, batch: Batch, beside: Any = None) -> Sent:

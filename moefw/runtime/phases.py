@@ -31,6 +31,10 @@ class Phase:
     """Whether forward waits for the movement that the phase before has started. Its backward starts the dual one."""
     uses: tuple[nn.Module, ...] = ()
     """Modules whose parameters the phase may use. Those of no phase may be used by any."""
+    name: str = ""
+    """Name in traces. A phase without one is told as part of its pass."""
+    layer: int | None = None
+    """Number of the layer, if it belongs to one."""
 
     def __call__(self, value: Any) -> Any:
         """Result of the function."""

@@ -11,6 +11,7 @@ from typing import NamedTuple, final
 
 from rich.table import Table
 
+from moefw.core.records import Action
 from moefw.system.stamps import stamp
 
 OTHER = "other"
@@ -59,8 +60,11 @@ class StepClock:
         self._step_start_s = now()
 
     @contextmanager
-    def __call__(self, section: str) -> Iterator[None]:
-        """Stamp a section and time the code inside. A section may repeat within a step; sections do not nest."""
+    def __call__(self, section: str, *passes: Action) -> Iterator[None]:
+        """Stamp a section and time the code inside. A section may repeat within a step; sections do not nest.
+
+        The ``passes`` that run in it do not matter here.
+        """
         assert self._open is None, f"section {section!r} inside section {self._open!r}"
         assert section != OTHER, "'other' is what no section covers"
         self._open = section

@@ -23,8 +23,8 @@ PASSES: Final = {"F": "forward", "B": "backward", "I": "backward", "W": "weight 
 class Clock(Protocol):
     """Measures the time of named sections."""
 
-    def __call__(self, section: str) -> AbstractContextManager[None]:
-        """Measure the section that follows."""
+    def __call__(self, section: str, *passes: Action) -> AbstractContextManager[None]:
+        """Measure the section that follows. ``passes``: the pass that runs in it and, second, its partner in a pair."""
 
 
 class Run(Protocol):
@@ -91,7 +91,8 @@ def in_stages(
 
         @contextmanager
         def around(action: Action, beside: Action | None) -> Iterator[None]:
-            with clock(PASSES[action.kind]):
+            partners = () if beside is None else (beside,)
+            with clock(PASSES[action.kind], action, *partners):
                 stamp(told(action) if beside is None else f"{told(action)}, beside the {told(beside)}")
                 yield
 
@@ -170,9 +171,9 @@ def in_order(model: nn.Module, *, keep_routes: bool = False, reduce_once: bool =
             for number, batch in enumerate(batches):
                 if number == len(batches) - 1:
                     reduce_next()
-                with clock("forward"):
+                with clock("forward", Action("F", 0, number)):
                     output = model(batch)
-                with clock("backward"):
+                with clock("backward", Action("B", 0, number)):
                     (output.objective * batch.loss_scale).backward()
                 tally.add(output, number)
                 del output

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch._dynamo
@@ -37,6 +37,7 @@ from moefw.training.forecast import Forecast
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.learning_rate import learning_rate
+from moefw.training.micro_batches import Clock
 from moefw.training.progress import Progress
 from moefw.training.records.ending import Outcome, reason_of
 from moefw.training.records.events import EVENTS, Event, last_layout
@@ -52,6 +53,9 @@ from moefw.training.step_record import record_of
 from moefw.training.world import Place
 from moefw_kernels.devices import is_gpu
 
+if TYPE_CHECKING:
+    from moefw.training.step_traces import StepTraces, TraceOptions
+
 LEDGER_STEPS = 2
 """Steps after which a GPU has reached its peak: the optimizer's states exist from the first step on."""
 
@@ -62,22 +66,30 @@ def train(
     *,
     resume: Which | None,
     ledger: bool = False,
+    traces: TraceOptions | None = None,
     requests: StopRequests | None = None,
 ) -> None:
     """Train as the assembly says, from the start or from a checkpoint of the run's folder. Collective.
 
-    ``ledger``: write the peak GPU memory of the first steps into the run's ledger. ``requests``: the signals that make
+    ``ledger``: write the peak GPU memory of the first steps into the run's ledger. ``traces``: the steps to trace.
+    ``requests``: the signals that make
     the run save and raise StoppedError at the end of a step; None: there are none.
     """
     with open_session(assembly, place) as session:
-        Trainer(session, resume=resume, ledger=ledger, requests=requests).run()
+        Trainer(session, resume=resume, ledger=ledger, traces=traces, requests=requests).run()
 
 
 class Trainer:
     """One run on this rank. Raises DataError if there is too little text, CheckpointError if it cannot resume."""
 
     def __init__(
-        self, session: Session, *, resume: Which | None, ledger: bool = False, requests: StopRequests | None = None
+        self,
+        session: Session,
+        *,
+        resume: Which | None,
+        ledger: bool = False,
+        traces: TraceOptions | None = None,
+        requests: StopRequests | None = None,
     ) -> None:
         assembly = session.assembly
         spec = session.assembly.spec.train
@@ -104,12 +116,13 @@ class Trainer:
         self.start = self._resume(resume)
         self.done = self.start
         self.forecast = Forecast(spec, start=self.start)
+        self.traces = self._traces(traces)
         self.routes = Routes.opened(session, self.start)
 
     def run(self) -> None:
         """Train to the last step."""
         about = facts(self.session)
-        with self.log, self._recorded_end():
+        with self.log, self._recorded_end(), self.traces or nullcontext():
             changes = self._open_files(about)
             with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
                 introduce(self.session, self.start, [*self.notes, *changes], self.console)
@@ -213,7 +226,8 @@ class Trainer:
         batches = self.routes.given(step + 1, batches)
         lr = learning_rate(self.session.assembly, step)
         try:
-            result = self.engine.step(batches, lr, self.clock, number=step + 1)
+            with self._traced(step + 1) as clock:
+                result = self.engine.step(batches, lr, clock, number=step + 1)
         except BadStateError as error:
             (problem,) = error.problems
             back = checkpoint.way_back(self.run_dir, self.host_group)
@@ -237,6 +251,21 @@ class Trainer:
         stamp("observers")
         self._notify("moefw_after_step", step, metrics=record)
         return record, result
+
+    def _traces(self, options: TraceOptions | None) -> StepTraces | None:
+        """What traces steps of this run; None: nothing does. Raises PlanError if it does not have these steps."""
+        if options is None:
+            return None
+        from moefw.training.step_traces import StepTraces  # it imports what records a step, for a second
+
+        steps = options.steps_of(self.start, self.spec.steps)
+        return StepTraces(self.session, options, steps, self.host_group, tell=partial(say, Console()))
+
+    def _traced(self, number: int) -> AbstractContextManager[Clock]:
+        """Context of a step, traced if it is to be. Yields the clock that the engine is given."""
+        if self.traces is None:
+            return nullcontext(self.clock)
+        return self.traces.step(number, self.clock, self.engine.optimizer)
 
     def _tell(self, event: Event, step: int, reason: str) -> None:
         """Print a line about a step, and record it."""

@@ -18,6 +18,7 @@ ROOMS = (
     {"moefw"},
     {"plugins", "models"},
     {"recording"},
+    {"tracing"},
     {"compose"},
     {"planner"},
     {"training"},

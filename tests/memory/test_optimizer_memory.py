@@ -140,7 +140,7 @@ def losses(memory: Memory, beta2: float) -> list[float]:
     model, assembly, layout, shared = open_model(whole_model(1, parts={"memory": memory, "train": train}, plugins=()))
     engine = Engine(model, build_optimizer(assembly, model, layout, CPU, shared), layout, clip_norm=1.0)
     batches = global_batch(assembly, layout, 0)[:2]
-    return [engine.step(batches, train["lr"], lambda section: nullcontext()).loss for _ in range(30)]
+    return [engine.step(batches, train["lr"], lambda *_: nullcontext()).loss for _ in range(30)]
 
 
 @pytest.mark.parametrize("beta2", [*deep(0.95), 0.999])

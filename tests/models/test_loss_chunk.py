@@ -37,7 +37,7 @@ def found(chunk: int | None, *, precision: str = "fp32", pad: int | None = None,
     mask_BS = torch.ones_like(first.ids_BS, dtype=torch.bool)
     mask_BS[0, 3:] = False
     batches = [replace(first, mask_BS=mask_BS), *others]
-    loss = in_order(model)(batches, lambda section: nullcontext()).loss[0]
+    loss = in_order(model)(batches, lambda *_: nullcontext()).loss[0]
     held = {"held out": torch.tensor(evaluate(model, batches, layout))}
     return {"loss": loss, **held} | {one.name: one.of(one.parameter.grad) for one in canonical_parameters(model)}
 

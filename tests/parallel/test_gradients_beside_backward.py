@@ -61,7 +61,7 @@ def stepped(case: LayerCase, *, early: bool) -> dict[str, Tensor]:
     with mock.patch.object(Gradients, "start_early", early) if not early else nullcontext(), IN_PLACE:
         engine = Engine.of(model, optimizer, layout, assembly.spec.train)
         assert engine.gradients.start_early is early
-        result = engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
+        result = engine.step(global_batch(assembly, layout, 0), 0.0, lambda *_: nullcontext())
     gradients = {piece.name: piece.of(piece.parameter.grad).clone() for piece in canonical_parameters(model)}
     shared.close()
     return {"the norm": torch.tensor(result.grad_norm), **gradients}
@@ -105,7 +105,7 @@ def logged(case: LayerCase) -> list[str]:
 
     engine = Engine.of(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, assembly.spec.train)
     with mock.patch.object(InFlight, "backward", running), mock.patch.object(Gradients, "_start", starting), IN_PLACE:
-        engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
+        engine.step(global_batch(assembly, layout, 0), 0.0, lambda *_: nullcontext())
     shared.close()
     return log
 
@@ -133,7 +133,7 @@ def sums_in_place(case: LayerCase) -> tuple[int, int]:
 
     engine = Engine.of(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, assembly.spec.train)
     with mock.patch.object(dist, "all_reduce", reducing), IN_PLACE:
-        engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
+        engine.step(global_batch(assembly, layout, 0), 0.0, lambda *_: nullcontext())
     shared.close()
     return max(copied), max(each.numel() for each in model.parameters())
 

@@ -243,7 +243,7 @@ def stamped() -> list[str]:
     said, engine = list[str](), Engine(model, torch.optim.SGD(model.parameters()), layout, clip_norm=None)
     before, micro_batches.stamp = micro_batches.stamp, said.append
     try:
-        engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nothing())
+        engine.step(global_batch(assembly, layout, 0), 0.0, lambda *_: nothing())
     finally:
         micro_batches.stamp = before
     shared.close()
@@ -295,7 +295,7 @@ def saved_and_resumed(given: Mapping[str, Any], world: int, folder: Path, run: s
     if run == "second":
         checkpoint.load(folder / "checkpoints" / "step-1", model, optimizer, group=group)
     for step in {"whole": (0, 1), "first": (0,), "second": (1,)}[run]:
-        result = engine.step(global_batch(assembly, layout, step), 1e-3, lambda _: nothing())
+        result = engine.step(global_batch(assembly, layout, step), 1e-3, lambda *_: nothing())
         found += [result.loss, result.grad_norm]
     if run == "first":
         origin = checkpoint.Origin(world=world, plugins=(), tokenizer="", sequences=0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from virtual_clock import Event, Replayed, replay
+from step_log import Event
+from virtual_clock import Replayed, replay
 
 
 def compute(seconds: float) -> Event:

@@ -141,7 +141,7 @@ def test_statistics_reach_the_router_of_their_layer_in_whatever_order_a_model_re
             lambda _, __, output, order=order: replace(output, layers=dict(order(output.layers.items())))
         )
         engine = Engine(model, torch.optim.SGD(model.parameters()), layout, clip_norm=None)
-        engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
+        engine.step(global_batch(assembly, layout, 0), 0.0, lambda *_: nullcontext())
         biases.append([engine.routers[number].expert_bias.tolist() for number in sorted(engine.routers)])
     assert biases[0] == biases[1]
     assert biases[0][0] != biases[0][1]

@@ -163,6 +163,6 @@ def trained(case: LayerCase, schedule: Callable[[Any, Sequence[Batch]], list[Out
 
     engine = Engine(model, optimizer, layout, clip_norm=1.0, run=run if schedule else None)
     steps = [global_batch(assembly, layout, step)[:2] for step in range(2)]
-    results = [engine.step(batches, 1e-3, lambda _: nullcontext()) for batches in steps]
+    results = [engine.step(batches, 1e-3, lambda *_: nullcontext()) for batches in steps]
     shared.close()
     return results

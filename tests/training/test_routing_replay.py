@@ -59,7 +59,7 @@ def trained(recorded: Path, replayed: Path | None, parallel: Mapping[str, Any], 
         batches = batches_of(mine)
         if replayed is not None:
             batches = Replay(replayed, WANTED, layout).given(step, batches)
-        result = engine.step(batches, 1e-3, lambda section: nullcontext())
+        result = engine.step(batches, 1e-3, lambda *_: nullcontext())
         Recorder(recorded, layout, tuple(assembly.layers), assembly.site.dims.top_k).record(
             step, batches, result.routes
         )

@@ -60,7 +60,7 @@ def by_autograd(model: nn.Module, batches: Sequence[Batch]) -> dict[str, Tensor]
 
 
 def in_a_step(model: nn.Module, batches: Sequence[Batch]) -> dict[str, Tensor]:
-    in_order(model)(batches, lambda section: nullcontext())
+    in_order(model)(batches, lambda *_: nullcontext())
     return gradients(model)
 
 
@@ -221,7 +221,7 @@ def test_main_gradients_in_bf16_are_fp32_for_the_optimizer_and_nearly_those_of_f
         engine.run = noting
         before = {name: one.detach().clone() for name, one in model.named_parameters()}
         for _ in range(2):
-            engine.step(batches, 0.1, lambda section: nullcontext())
+            engine.step(batches, 0.1, lambda *_: nullcontext())
         matrices = getattr(torch, dtype)
         assert held == {(True, matrices), (False, torch.float32)}
         assert {one.grad.dtype for one in model.parameters()} == {torch.float32}

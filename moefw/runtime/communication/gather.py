@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,9 +13,23 @@ from moefw.core.contracts import Codec
 from moefw.core.stages import Pending
 from moefw.runtime.communication.movement import D, Launch, Work, start, stay
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 renamed both."""
+_RENAMED: Final = hasattr(dist, "all_gather_single")
+"""Whether this is torch 2.13 or later, which renamed two collectives."""
+
+
+# Both look their function up at each call, so that a trace may stand in its place.
+
+
+def all_gather(output: Tensor, input: Tensor, *, group: ProcessGroup | None, async_op: bool = False) -> Any:
+    """Gather ``input`` of every rank into ``output``, in order of rank. Returns a handle if ``async_op``."""
+    gathers = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
+    return gathers(output, input, group=group, async_op=async_op)
+
+
+def reduce_scatter(output: Tensor, input: Tensor, *, group: ProcessGroup | None, async_op: bool = False) -> Any:
+    """Put this rank's part of the sum of ``input`` over all ranks into ``output``. Returns a handle if ``async_op``."""
+    reduces = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
+    return reduces(output, input, group=group, async_op=async_op)
 
 
 def gather(

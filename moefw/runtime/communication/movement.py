@@ -48,7 +48,7 @@ Launch = Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Work]]]
 """Starts a movement of the given tensors; returns the buffers it fills and the works to wait for."""
 
 
-class _Flight:
+class Flight:
     """A launched movement."""
 
     def __init__(self, launch: Launch, sent: Sequence[Tensor]) -> None:
@@ -76,8 +76,8 @@ class _Movement:
         self.codec = codec
         self.rows = rows
         self.dtype = dtype
-        self.out: _Flight | None = None
-        self.back: _Flight | None = None
+        self.out: Flight | None = None
+        self.back: Flight | None = None
 
     def pack(self, first: Tensor) -> Tensor:
         """Rows that travel, from the first tensor: rows, or tokens with a codec that permutes."""
@@ -112,7 +112,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, movement: _Movement, *sent: Tensor) -> tuple[Tensor, ...]:
         ctx.movement = movement
-        movement.out = _Flight(movement.forward, (movement.pack(sent[0]), *sent[1:]))
+        movement.out = Flight(movement.forward, (movement.pack(sent[0]), *sent[1:]))
         return tuple(movement.out.buffers)
 
     @staticmethod
@@ -139,7 +139,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         movement = ctx.movement
-        movement.back = _Flight(movement.dual, grads)
+        movement.back = Flight(movement.dual, grads)
         # Placeholders of the right shapes: the backward of start returns the gradients that were received.
         if movement.codec is None:
             return (None, *grads)

@@ -20,6 +20,10 @@ class Wgrads:
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
 
+    def __len__(self) -> int:
+        """Number of weight gradients that are left."""
+        return len(self._waiting)
+
     def leave(self, accumulate: Callable[[], None]) -> None:
         """Leave to :meth:`run` what computes the gradient of one weight and accumulates it."""
         self._waiting.append(accumulate)

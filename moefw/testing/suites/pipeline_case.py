@@ -47,7 +47,7 @@ def stepped(layer_case: LayerCase) -> Stepped:
     """Run a step on this rank, without an update."""
     model, assembly, layout, shared = open_model(layer_case)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, clip_norm=None)
-    result = engine.step(global_batch(assembly, layout, 0), 0.0, lambda _: nullcontext())
+    result = engine.step(global_batch(assembly, layout, 0), 0.0, lambda *_: nullcontext())
     grads = {piece.name: piece.of(_grad(piece.parameter)).clone() for piece in canonical_parameters(model)}
     shared.close()
     return Stepped(loss=result.loss, grads=grads)

@@ -17,6 +17,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
+from moefw.core.records import Action
 from moefw.core.stages import Batch
 from moefw.planner.micro_batch import as_trained
 from moefw.planner.operations import Operations
@@ -141,7 +142,7 @@ class _Step:
         return [as_trained(batch, train) for batch in batches]
 
     @contextmanager
-    def _clock(self, section: str) -> Iterator[None]:
+    def _clock(self, section: str, *_: Action) -> Iterator[None]:
         """Follow a section of the engine's step, which enters it where a run measures times."""
         recorder = self.recorder
         before = recorder.now

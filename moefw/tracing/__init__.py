@@ -1,0 +1,1 @@
+"""Traces of steps: what each rank computes, sends and waits for, and when."""
