@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from attrs import asdict, frozen
 
@@ -54,9 +54,9 @@ class RankFile:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trace")
         self._written = [self._thread.submit(self._begin, head)]
 
-    def write(self, spans: Sequence[Span]) -> None:
+    def write(self, spans: Iterable[Span]) -> None:
         """Write spans, soon."""
-        self._written.append(self._thread.submit(self._append, [span.to_data() for span in spans]))
+        self._written.append(self._thread.submit(self._append, spans))
 
     def close(self) -> None:
         """Wait until all is written. Raises OSError if something could not be."""
@@ -70,9 +70,9 @@ class RankFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(f"{json.dumps(asdict(head))}\n")
 
-    def _append(self, lines: Sequence[dict[str, Any]]) -> None:
+    def _append(self, spans: Iterable[Span]) -> None:
         with self.path.open("a") as file:
-            file.writelines(f"{json.dumps(line)}\n" for line in lines)
+            file.writelines(f"{json.dumps(span.to_data())}\n" for span in spans)
 
 
 def read_ranks(folder: Path) -> list[RankTrace]:

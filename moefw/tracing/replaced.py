@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from moefw.core.records import Action
+from moefw.core.stages import Batch
 from moefw.recording.patches import fsdp_told
 from moefw.runtime.communication.movement import Flight
 from moefw.runtime.compute.wgrads import Wgrads
@@ -111,22 +111,22 @@ def _note_backward(tracer: Tracer, phase: Phase, outputs: Any) -> None:
     """
     begun = False
 
-    def begin(_: Tensor) -> None:
+    def begin(_: Any) -> None:
         nonlocal begun
         if not begun:
             begun = True
             tracer.begin_phase(phase.name, phase.layer)
 
-    for tensor in _tensors_in(outputs, DEPTH):
-        if tensor.requires_grad and tensor.grad_fn is not None:
-            tensor.register_hook(begin)
+    for node in {tensor.grad_fn for tensor in _tensors_in(outputs, DEPTH)}:
+        if node is not None:
+            node.register_prehook(begin)
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
     """Yield the tensors in a value of dataclasses and tuples, down to a depth: all of a pytree would take too long."""
     if isinstance(value, Tensor):
         yield value
-    elif depth:
+    elif depth and not isinstance(value, Batch):  # which has no gradients
         names = getattr(value, "__dataclass_fields__", ())
         for part in value if isinstance(value, tuple) else [getattr(value, name) for name in names]:
             yield from _tensors_in(part, depth - 1)
@@ -221,10 +221,14 @@ def _collectives(tracer: Tracer) -> Iterator[None]:
 
 def _bytes_sent(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Bytes of the tensors that a collective is given to send: all but its first argument, if there are others."""
-    named = {name: value for name, value in kwargs.items() if not name.startswith("output")}
-    tensors = [leaf for leaf in tree_leaves((args[1:], named)) if isinstance(leaf, Tensor)]
-    tensors = tensors or [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
+    named = [value for name, value in kwargs.items() if not name.startswith("output")]
+    return _bytes_of([*args[1:], *named]) or _bytes_of(args[:1])
+
+
+def _bytes_of(values: Sequence[Any]) -> int:
+    """Bytes of those of the values that are tensors, or lists of them."""
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    return sum(tensor.nbytes for values in lists for tensor in values if isinstance(tensor, Tensor))
 
 
 @contextmanager

@@ -63,20 +63,22 @@ class Open:
 
 @final
 class Tracer:
-    """Notes the spans of one step at a time. ``sink`` gets those of a step when it has ended, also if it fails.
+    """Notes the spans of one step at a time. ``sink`` gets those of a step when it has ended, also if it fails: an
+    iterator, which another thread may use.
 
     The functions in :mod:`moefw.tracing.replaced` call it.
     """
 
-    def __init__(self, clock: Clock, sink: Callable[[Sequence[Span]], None], ranges: Iterable[Ranges] = ()) -> None:
+    def __init__(self, clock: Clock, sink: Callable[[Iterable[Span]], None], ranges: Iterable[Ranges] = ()) -> None:
         self.clock = clock
         self._sink = sink
         self._ranges = [*ranges]
         self._step = 0
         self._noted: list[Open] = []
-        self._passes: tuple[Action, ...] = ()
-        """The pass that runs and, second, its partner in a pair."""
+        self._of_pass: dict[str, Any] = {}
+        """What spans tell of the pass that runs."""
         self._section = ""
+        self._in_part = False
         self._phase: Open | None = None
         """The phase that runs: forward, or its backward."""
         self._calls: Counter[str] = Counter()
@@ -108,21 +110,7 @@ class Tracer:
         self._end_phase()
         self._end(whole)
         self.clock.end()
-        self._sink([*self._resolved()])
-
-    def _resolved(self) -> Iterator[Span]:
-        """Yield the spans of the step. What a failure has cut off ends with the step."""
-        last = self._noted[0].end
-        for noted in self._noted:
-            end = self.clock.nanoseconds(last if noted.end is None else noted.end)
-            if noted.arrived is not None:
-                # A wait may end before the thread that saw the arrival gets to note it.
-                end = min(end, self.clock.nanoseconds(noted.arrived))
-            begin = self.clock.nanoseconds(noted.begin)
-            facts = noted.facts
-            yield Span(
-                kind=noted.kind, name=noted.name, begin_ns=begin, end_ns=max(begin, end), step=self._step, **facts
-            )
+        self._sink(_resolved(self._noted, self._step, self.clock))
 
     # Spans of compute.
 
@@ -132,14 +120,17 @@ class Tracer:
 
     @contextmanager
     def _passing(self, name: str, passes: tuple[Action, ...]) -> Iterator[None]:
-        self._passes = passes
+        action, *beside = passes
+        self._of_pass = {"passing": action.kind, "stage": action.stage, "micro_batch": action.micro_batch}
+        if beside:
+            self._of_pass["beside"] = str(beside[0])
         noted = self._begin("pass", name)
         try:
             yield
         finally:
             self._end_phase()
             self._end(noted)
-            self._passes = ()
+            self._of_pass = {}
 
     @contextmanager
     def _in_section(self, name: str) -> Iterator[None]:
@@ -156,9 +147,11 @@ class Tracer:
     def part(self, name: str) -> Iterator[None]:
         """Note a part of a section."""
         noted = self._begin("section", name)
+        self._in_part = True
         try:
             yield
         finally:
+            self._in_part = False
             self._end(noted)
 
     @contextmanager
@@ -254,9 +247,10 @@ class Tracer:
     def under_way(self, noted: Open, work: Any, group: ProcessGroup) -> None:
         """Note the arrival of a collective that was launched and is not waited for yet.
 
-        Of metadata it is not: whoever launches it waits for it at once.
+        Not of metadata, nor of what is summed up behind all passes: whoever launches these waits for them at once, and
+        to see an arrival takes longer than all else about a span.
         """
-        if noted.kind != "collective":
+        if noted.kind != "collective" and not self._in_part:
             self._await_arrival(noted, [work], over_gloo=get_backend(group) == "gloo")
 
     def _await_arrival(self, noted: Open, works: Sequence[Any], *, over_gloo: bool) -> None:
@@ -286,7 +280,7 @@ class Tracer:
         """Note a collective that has ended when it returned: this rank waited all the time."""
         self._end(noted)
         facts = {name: noted.facts[name] for name in ("group", "number")}
-        waited = Open("wait", noted.name, noted.begin, noted.end, {**self._of_pass(), **facts})
+        waited = Open("wait", noted.name, noted.begin, noted.end, {**self._of_pass, **facts})
         self._noted.append(waited)
 
     def _name_of_movement(self, noted: Open) -> str:
@@ -299,7 +293,7 @@ class Tracer:
     # All spans.
 
     def _begin(self, kind: Kind, name: str, **facts: Any) -> Open:
-        noted = Open(kind, name, self.clock.mark(), facts={**self._of_pass(), **facts})
+        noted = Open(kind, name, self.clock.mark(), facts={**self._of_pass, **facts})
         if self._ranges and kind in ("step", "section", "pass", "phase"):
             title = f"{name}, layer {facts['layer']}" if facts.get("layer") is not None else name
             noted.ranges = [ranges.begin(title) for ranges in self._ranges]
@@ -311,9 +305,21 @@ class Tracer:
         for ranges, begun in zip(self._ranges, noted.ranges):
             ranges.end(begun)
 
-    def _of_pass(self) -> dict[str, Any]:
-        if not self._passes:
-            return {}
-        action, *beside = self._passes
-        facts = {"passing": action.kind, "stage": action.stage, "micro_batch": action.micro_batch}
-        return {**facts, "beside": str(beside[0])} if beside else facts
+
+def _resolved(noted: Sequence[Open], step: int, clock: Clock) -> Iterator[Span]:
+    """Yield the spans of a step, of which the first is the step itself. What a failure has cut off ends with it."""
+    last = noted[0].end
+    for each in noted:
+        end_ns = clock.nanoseconds(last if each.end is None else each.end)
+        if each.arrived is not None:
+            # A wait may end before the thread that saw the arrival gets to note it.
+            end_ns = min(end_ns, clock.nanoseconds(each.arrived))
+        begin_ns = clock.nanoseconds(each.begin)
+        yield Span(
+            kind=each.kind,
+            name=each.name,
+            begin_ns=begin_ns,
+            end_ns=max(begin_ns, end_ns),
+            step=step,
+            **each.facts,
+        )

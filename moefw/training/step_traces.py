@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, final
@@ -140,7 +140,7 @@ class StepTraces:
             ranges.append(OperatorRanges())
         return Tracer(clock_of(device), self._write, ranges)
 
-    def _write(self, spans: Sequence[Span]) -> None:
+    def _write(self, spans: Iterable[Span]) -> None:
         assert self._file is not None
         self._file.write(spans)
 
@@ -153,7 +153,7 @@ class StepTraces:
         try:
             self._write_besides(file.path.stem)
             file.close()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # a device that has failed has no times
             self._tell(f"the trace of rank {self._session.layout.rank} is not written: {error}")
 
     def _write_besides(self, name: str) -> None:

@@ -69,3 +69,14 @@ def test_a_logged_step_is_played_on_a_virtual_clock(monkeypatch: pytest.MonkeyPa
     hidden = {row["order"]: row["hidden"] for row in measured["virtual"] if row["wire_share"] == 0.5}
     assert 0 < hidden["in order"] < hidden["merged"] < 1
     assert len(measured["deepseek_v3"]) == 4
+
+
+def test_a_traced_step_is_measured_beside_plain_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("MOEFW_RESULTS", str(tmp_path))
+    tracing = importlib.import_module("tracing")
+    monkeypatch.setattr(tracing, "WARM_UP", 1)
+    tracing.main(2, "model.num_layers=1", "model.dim=32", "train.seq_len=16", "train.tokens_per_step=64", dry=True)
+    measured = json.loads((tmp_path / "tracing.json").read_text())
+    assert measured["spans_of_step"][0] > 20
+    assert all(measured[of]["step_s"] > 0 for of in ("by_clock", "of_processor"))
