@@ -76,7 +76,7 @@ def test_a_traced_step_is_measured_beside_plain_ones(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MOEFW_RESULTS", str(tmp_path))
     tracing = importlib.import_module("tracing")
     monkeypatch.setattr(tracing, "WARM_UP", 1)
-    tracing.main(2, "model.num_layers=1", "model.dim=32", "train.seq_len=16", "train.tokens_per_step=64", dry=True)
+    tracing.main(2, "model.num_layers=1", "train.micro_batch=1", dry=True)
     measured = json.loads((tmp_path / "tracing.json").read_text())
-    assert measured["spans_of_step"][0] > 20
-    assert all(measured[of]["step_s"] > 0 for of in ("by_clock", "of_processor"))
+    assert measured["spans_of_step"] > 20
+    assert measured["step_s"] > 0
