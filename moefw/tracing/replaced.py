@@ -22,7 +22,8 @@ from moefw.runtime.communication.movement import Flight
 from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.parallel.gradients import Gradients
 from moefw.runtime.phases import Phase
-from moefw.tracing.tracer import Open, Sections, Tracer
+from moefw.tracing.spans import HOST, TRANSFER
+from moefw.tracing.tracer import WEIGHT_GRADIENTS, Open, Sections, Tracer
 from moefw_kernels.devices import HostCopy
 
 DEPTH: Final = 3
@@ -89,7 +90,7 @@ def _phases(tracer: Tracer) -> Iterator[None]:
     def calling(phase: Phase, value: Any) -> Any:
         if not phase.name:  # it runs others
             return call(phase, value)
-        with tracer.phase(phase):
+        with tracer.phase(phase.name, phase.layer):
             outputs = call(phase, value)
         _note_backward(tracer, phase, outputs)
         return outputs
@@ -97,7 +98,7 @@ def _phases(tracer: Tracer) -> Iterator[None]:
     def running(wgrads: Wgrads) -> None:
         if not len(wgrads):
             return run_wgrads(wgrads)
-        with tracer.weight_gradients():
+        with tracer.phase(WEIGHT_GRADIENTS, None):
             return run_wgrads(wgrads)
 
     with mock.patch.object(Phase, "__call__", calling), mock.patch.object(Wgrads, "run", running):
@@ -169,7 +170,7 @@ class _TracedWork(dist.Work):
     def wait(self, *timeout: Any) -> Any:
         """Wait, and note it the first time."""
         if self._noted is None:
-            with self._tracer.transfer():
+            with self._tracer.wait(TRANSFER):
                 return self._work.wait(*timeout)
         if self._noted.end is not None:
             return self._work.wait(*timeout)
@@ -248,7 +249,7 @@ def _parts(tracer: Tracer, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     def reading(copy: HostCopy) -> Any:
         if not copy.waits:
             return read(copy)
-        with tracer.host_waits():
+        with tracer.wait(HOST):
             return read(copy)
 
     parts: tuple[tuple[Any, str, str], ...] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, final
@@ -11,15 +11,14 @@ from typing import Any, Final, Protocol, final
 from torch.distributed import ProcessGroup, get_backend
 
 from moefw.core.records import Action
-from moefw.runtime.phases import Phase
 from moefw.tracing.clocks import Clock
-from moefw.tracing.spans import HOST, TRANSFER, Kind, Span
+from moefw.tracing.spans import Kind, Span
 
 WEIGHT_GRADIENTS: Final = "weight gradients"
 """The phase of weight gradients that backward has left."""
 GRADIENTS: Final = "gradients"
 """The section in which ranks sum up gradients."""
-MOVEMENTS: Final = {
+MOVEMENTS: Final[Mapping[tuple[str, str], str]] = {
     ("F", "attend"): "dispatch",
     ("F", "compute"): "combine",
     ("B", "collect"): "combine",
@@ -63,10 +62,10 @@ class Open:
 
 @final
 class Tracer:
-    """Notes the spans of one step at a time. ``sink`` gets those of a step when it has ended, also if it fails: an
-    iterator, which another thread may use.
+    """Notes the spans of one step at a time.
 
-    The functions in :mod:`moefw.tracing.replaced` call it.
+    ``sink`` gets those of a step when it has ended, also if it fails: an iterator, which another thread may use. The
+    functions in :mod:`moefw.tracing.replaced` call the tracer.
     """
 
     def __init__(self, clock: Clock, sink: Callable[[Iterable[Span]], None], ranges: Iterable[Ranges] = ()) -> None:
@@ -155,9 +154,9 @@ class Tracer:
             self._end(noted)
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        """Note a phase that runs forward."""
-        self.begin_phase(phase.name, phase.layer)
+    def phase(self, name: str, layer: int | None) -> Iterator[None]:
+        """Note a phase that runs forward, or again, or what weight gradients backward has left."""
+        self.begin_phase(name, layer)
         try:
             yield
         finally:
@@ -174,27 +173,9 @@ class Tracer:
             self._phase = None
 
     @contextmanager
-    def weight_gradients(self) -> Iterator[None]:
-        """Note weight gradients that backward has left."""
-        self.begin_phase(WEIGHT_GRADIENTS, None)
-        try:
-            yield
-        finally:
-            self._end_phase()
-
-    @contextmanager
-    def host_waits(self) -> Iterator[None]:
-        """Note that the host waits for a value."""
-        noted = self._begin("wait", HOST)
-        try:
-            yield
-        finally:
-            self._end(noted)
-
-    @contextmanager
-    def transfer(self) -> Iterator[None]:
-        """Note a wait for the tensors of another stage."""
-        noted = self._begin("wait", TRANSFER)
+    def wait(self, name: str) -> Iterator[None]:
+        """Note a wait for what is no span of the wire: ``transfer`` or ``host``."""
+        noted = self._begin("wait", name)
         try:
             yield
         finally:
@@ -288,7 +269,8 @@ class Tracer:
         started_by: Open = noted.started_by
         if started_by is self._phase:
             return started_by.name
-        return MOVEMENTS.get((str(started_by.facts.get("passing")), started_by.name), started_by.name)
+        direction = "F" if started_by.facts.get("passing") == "F" else "B"
+        return MOVEMENTS.get((direction, started_by.name), started_by.name)
 
     # All spans.
 

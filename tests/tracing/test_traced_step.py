@@ -163,6 +163,14 @@ def test_backward_passes_the_phases_of_forward_in_reverse(traces: Traces) -> Non
         assert of_pass["B"] == of_pass["F"][::-1]
 
 
+def test_movements_have_one_name_also_where_a_backward_leaves_weight_gradients(pool: RankPool) -> None:
+    parts = {"parallel": {"pp": 2, "experts": {"ep": 2}}, "pipeline": {"use": "zero-bubble"}}
+    case = whole_model(4, parts=parts, plugins=(), micro_batch=1, sizes=SIZES)
+    for differing, spans in pool.run(both, 4, case):
+        assert differing == []
+        assert set(names(spans, "movement")) == {"dispatch", "combine"}
+
+
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_rows_go_to_experts_and_back_forward_and_backward(pool: RankPool, dispatcher: str) -> None:
     case = case_of("two ranks", dispatch=DISPATCHERS[dispatcher])
