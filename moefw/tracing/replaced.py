@@ -26,6 +26,8 @@ from moefw.tracing.spans import HOST, TRANSFER
 from moefw.tracing.tracer import WEIGHT_GRADIENTS, Open, Sections, Tracer
 from moefw_kernels.devices import HostCopy
 
+TRACED: Final = "moefw.tracing"
+"""Mark of a node of autograd's graph that tells a phase."""
 DEPTH: Final = 3
 """How deep the tensors lie in the output of a phase: its fields, or those of a movement in it, which are tuples."""
 COLLECTIVES: Final = {
@@ -118,8 +120,11 @@ def _note_backward(tracer: Tracer, phase: Phase, outputs: Any) -> None:
             begun = True
             tracer.begin_phase(phase.name, phase.layer)
 
-    for node in {tensor.grad_fn for tensor in _tensors_in(outputs, DEPTH)}:
-        if node is not None:
+    nodes: set[Any] = {tensor.grad_fn for tensor in _tensors_in(outputs, DEPTH)}
+    for node in nodes:
+        # What passes through a phase is an output of an earlier one, and of the backward of that.
+        if node is not None and TRACED not in node.metadata:
+            node.metadata[TRACED] = True
             node.register_prehook(begin)
 
 
