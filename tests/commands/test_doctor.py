@@ -4,8 +4,9 @@ import json
 import os
 import re
 import time
-from importlib.metadata import PackageNotFoundError, version
+import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class TestDoctor:
             "transformer-engine",
             "deep_ep",
         }
-        assert set(names) >= {"tensorboard", "bokeh", "tokenizers", "safetensors"}
+        assert set(names) >= {"tensorboard", "bokeh", "matplotlib", "tokenizers", "safetensors"}
         assert set(names) >= {"cores and memory", "disk", "working directory"}
 
     def test_training_can_run_where_these_tests_run(self, examined):
@@ -58,17 +59,24 @@ class TestDoctor:
     def test_what_is_not_available_comes_with_what_to_do(self, examined):
         assert all(item["fix"] for item in examined[2].values() if item["state"] != "available")
 
-    def test_the_bare_wheel_of_transformer_engine_is_unusable(self, examined):
-        try:
-            version("transformer_engine_torch")
-        except PackageNotFoundError:
-            found = examined[2]["transformer-engine"]
-            assert found["state"] == "unusable"
-            assert found["version"] == version("transformer-engine")
-            assert "Found empty `transformer-engine` meta package" in found["detail"]
-            assert found["fix"] == "pip install --no-build-isolation 'moefw[te]'"
-        else:
-            pytest.skip("transformer-engine is installed with its compiled parts")
+    def test_transformer_engine_is_installed_by_our_extra_only(self, examined):
+        """Its bare wheel is empty, and makes libraries that look for it fail, such as PEFT: no user gets it unasked."""
+        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+        extras = project["optional-dependencies"]
+        assert [name for name, required in extras.items() if "transformer-engine" in str(required)] == ["te"]
+        assert "transformer-engine" not in str(project["dependencies"])
+        assert doctor_module.PROBES["transformer-engine"].fix == "pip install --no-build-isolation 'moefw[te]'"
+        if find_spec("transformer_engine") is None:
+            assert examined[2]["transformer-engine"]["state"] == "missing"
+
+    def test_the_bare_wheel_of_transformer_engine_is_unusable(self, install):
+        said = "Found empty `transformer-engine` meta package installed."
+        install("transformer_engine", "", module="transformer_engine/__init__")
+        install("te-torch", f"raise RuntimeError({said!r})", module="transformer_engine/pytorch")
+        (found,) = ask(["transformer-engine"], deadline=time.monotonic() + 60)
+        assert found.state == "unusable"
+        assert said in found.detail
+        assert found.fix == "pip install --no-build-isolation 'moefw[te]'"
 
     def test_deep_ep_is_installed_by_our_extra_only(self, examined):
         if find_spec("deep_ep") is None:
@@ -107,7 +115,7 @@ class TestDoctor:
         assert (found.state, found.fix) == ("unusable", DEEP_EP)
 
     def test_transformer_engine_is_available_when_its_torch_part_imports(self, install):
-        install("te", "", module="transformer_engine/__init__")
+        install("transformer_engine", "", module="transformer_engine/__init__")
         install("te-torch", "", module="transformer_engine/pytorch")
         (found,) = ask(["transformer-engine"], deadline=time.monotonic() + 60)
         assert found.state == "available"

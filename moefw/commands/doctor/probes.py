@@ -155,6 +155,15 @@ def _bokeh() -> tuple[str, str]:
     return bokeh.__version__, ""
 
 
+def _matplotlib() -> tuple[str, str]:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with tempfile.TemporaryFile() as file:
+        Figure().savefig(file, format="png")
+    return matplotlib.__version__, ""
+
+
 def _tokenizers() -> tuple[str, str]:
     import tokenizers
 
@@ -201,6 +210,7 @@ PROBES: Mapping[str, Probe] = {
     "deep_ep": Probe(_deep_ep, "deep_ep", "sgl-deep-ep", _DEEP_EP),
     "tensorboard": Probe(_tensorboard, "tensorboard", "tensorboard", "pip install tensorboard"),
     "bokeh": Probe(_bokeh, "bokeh", "bokeh", "pip install bokeh"),
+    "matplotlib": Probe(_matplotlib, "matplotlib", "matplotlib", "pip install matplotlib"),
     "tokenizers": Probe(_tokenizers, "tokenizers", "tokenizers", "pip install tokenizers"),
     "safetensors": Probe(_safetensors, "safetensors", "safetensors", "pip install safetensors"),
 }
@@ -208,6 +218,6 @@ GROUPS = (
     ("torch", "gloo", "grouped_mm", "safetensors", "bf16 on this CPU", "fp8 products", "tensorboard", "triton", "nccl"),
     ("transformer-engine",),
     ("deep_ep",),
-    ("tokenizers", "bokeh"),
+    ("tokenizers", "bokeh", "matplotlib"),
 )
 """Probes that share a child, as importing torch takes seconds. Those for training come first, before a time-out."""
