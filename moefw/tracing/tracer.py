@@ -91,6 +91,7 @@ class Tracer:
     def step(self, number: int) -> Iterator[None]:
         """Note a step."""
         self._step = number
+        self._noted = []  # a wait of the step before may come behind its end
         self._calls.clear()
         self.clock.begin()
         whole = self._begin("step", f"step {number}")
@@ -102,14 +103,14 @@ class Tracer:
             raise
         else:
             self._end_step(whole)
-        finally:
-            self._noted = []
 
     def _end_step(self, whole: Open) -> None:
         self._end_phase()
         self._end(whole)
         self.clock.end()
-        self._sink(_resolved(self._noted, self._step, self.clock))
+        noted = self._noted
+        self._noted = []
+        self._sink(_resolved(noted, self._step, self.clock))
 
     # Spans of compute.
 
