@@ -16,8 +16,8 @@ from moefw.core.errors import Problem, SpecError, printable
 
 if TYPE_CHECKING:
     from moefw.tracing.files import TraceFiles
+    from moefw.tracing.options import TraceOptions
     from moefw.tracing.rank_file import RankTrace
-    from moefw.training.step_traces import TraceOptions
 
 STEPS = """Steps to trace, from A to B, such as 10:11.  [default: two steps behind the first three]"""
 
@@ -39,7 +39,7 @@ class TraceFlags:
         if self.trace is None:
             return None
         from moefw.tracing.files import TraceFiles
-        from moefw.training.step_traces import TraceOptions
+        from moefw.tracing.options import TraceOptions
 
         return TraceOptions(
             files=TraceFiles(self.trace),

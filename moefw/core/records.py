@@ -5,9 +5,9 @@ Shapes follow the legend of :mod:`moefw.core.stages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from attrs import frozen
 
@@ -111,6 +111,8 @@ class Pair:
         return f"{self.forward}+{self.backward}"
 
 
+PASSES: Final[Mapping[str, str]] = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
+"""The name of each kind of pass: in it a clock counts its time."""
 Entry = Action | Pair
 """What a schedule lists: a pass, or a pair of them."""
 Order = Sequence[Sequence[Entry]]

@@ -75,18 +75,18 @@ class TraceFiles:
         with replaced_file(self.whole) as scratch, scratch.open("w") as file:
             json.dump(data, file)
         shares = shares_of(ranks)
+        of_all = mean([*shares.values()])
         steps = sorted({span.step for rank in ranks for span in rank.spans})
         told: dict[str, Any] = {
             "steps": steps,
-            "mean": mean([*shares.values()]).to_data(),
+            "mean": of_all.to_data(),
             "ranks": {rank: each.to_data() for rank, each in shares.items()},
         }
         with replaced_file(self.shares) as scratch:
             scratch.write_text(f"{json.dumps(told, indent=2)}\n")
         title = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        hidden = mean([*shares.values()]).hidden_communication
-        if hidden is not None:
-            title = f"{title}; compute hides {hidden:.0%} of the communication"
+        if of_all.hidden_communication is not None:
+            title = f"{title}; compute hides {of_all.hidden_communication:.0%} of the communication"
         named = {f"rank {rank}": each for rank, each in shares.items()}
         draw(self.picture, rows_of_trace(ranks), named, title=title, time="ms")
         return ranks

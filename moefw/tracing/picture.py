@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from moefw.core.records import PASSES
 from moefw.runtime.pipeline.timeline import Timed
 from moefw.system.files import replaced_file
 from moefw.tracing.rank_file import RankTrace
@@ -36,7 +37,6 @@ ON_WIRE: Final[Mapping[str, str]] = {
 """Names of what travels, in a legend."""
 BETWEEN: Final = "#eeeeee"
 """Colour of what lies between two traced steps."""
-PASSES: Final = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 SHARES: Final[Mapping[str, str]] = {
     "compute": "#8fb0d3",
     "hidden": "#2f9c95",

@@ -62,9 +62,9 @@ def waits(spans: Sequence[Span], last_launches: Mapping[Launch, int]) -> tuple[l
     for span in spans:
         if span.kind != "wait":
             continue
-        travels = span.end_ns if span.name in (TRANSFER, HOST) else travelling_since(span, last_launches)
-        not_ready.append((span.begin_ns, travels))
-        exposed.append((travels, span.end_ns))
+        since_ns = span.end_ns if span.name in (TRANSFER, HOST) else travelling_since(span, last_launches)
+        not_ready.append((span.begin_ns, since_ns))
+        exposed.append((since_ns, span.end_ns))
     return united(not_ready), united(exposed)
 
 

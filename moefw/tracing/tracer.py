@@ -55,7 +55,7 @@ class Open:
     facts: dict[str, Any] = field(default_factory=dict)
     arrived: Any = None
     """Of a span of the wire: when the data were there, if the clock has seen it."""
-    started_by: Any = None
+    started_by: Open | None = None
     """Of a movement: the phase that has started it."""
     ranges: Sequence[Any] = ()
 
@@ -124,35 +124,32 @@ class Tracer:
         self._of_pass = {"passing": action.kind, "stage": action.stage, "micro_batch": action.micro_batch}
         if beside:
             self._of_pass["beside"] = str(beside[0])
-        noted = self._begin("pass", name)
-        try:
-            yield
-        finally:
-            self._end_phase()
-            self._end(noted)
-            self._of_pass = {}
+        with self._noting("pass", name):
+            try:
+                yield
+            finally:
+                self._end_phase()
+                self._of_pass = {}
 
     @contextmanager
     def _in_section(self, name: str) -> Iterator[None]:
-        noted = self._begin("section", name)
         self._section = name
-        try:
-            yield
-        finally:
-            self._section = ""
-            self._end_phase()
-            self._end(noted)
+        with self._noting("section", name):
+            try:
+                yield
+            finally:
+                self._section = ""
+                self._end_phase()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Note a part of a section."""
-        noted = self._begin("section", name)
         self._in_part = True
-        try:
-            yield
-        finally:
-            self._in_part = False
-            self._end(noted)
+        with self._noting("section", name):
+            try:
+                yield
+            finally:
+                self._in_part = False
 
     @contextmanager
     def phase(self, name: str, layer: int | None) -> Iterator[None]:
@@ -173,14 +170,9 @@ class Tracer:
             self._end(self._phase)
             self._phase = None
 
-    @contextmanager
-    def wait(self, name: str) -> Iterator[None]:
+    def wait(self, name: str) -> AbstractContextManager[None]:
         """Note a wait for what is no span of the wire: ``transfer`` or ``host``."""
-        noted = self._begin("wait", name)
-        try:
-            yield
-        finally:
-            self._end(noted)
+        return self._noting("wait", name)
 
     # Spans of the wire.
 
@@ -244,18 +236,13 @@ class Tracer:
     def waited(self, noted: Open, wait: Callable[[], Any]) -> Any:
         """Wait for a span of the wire. Return what ``wait`` returns."""
         if noted.started_by is not None:
-            noted.name = self._name_of_movement(noted)
+            noted.name = self._name_of_movement(noted.started_by)
         facts = {name: noted.facts[name] for name in ("layer", "group", "number") if name in noted.facts}
         waiting = self._begin("wait", noted.name, **facts)
         try:
             return wait()
         finally:
             self._end(waiting)
-            self.ended(noted)
-
-    def ended(self, noted: Open) -> None:
-        """Note that a span of the wire has ended, at the latest."""
-        if noted.end is None:
             self._end(noted)
 
     def ended_at_once(self, noted: Open) -> None:
@@ -265,15 +252,23 @@ class Tracer:
         waited = Open("wait", noted.name, noted.begin, noted.end, {**self._of_pass, **facts})
         self._noted.append(waited)
 
-    def _name_of_movement(self, noted: Open) -> str:
+    def _name_of_movement(self, started_by: Open) -> str:
         """Name of a movement that is waited for: one that a phase starts and finishes itself is told as its own."""
-        started_by: Open = noted.started_by
         if started_by is self._phase:
             return started_by.name
         direction = "F" if started_by.facts.get("passing") == "F" else "B"
         return MOVEMENTS.get((direction, started_by.name), started_by.name)
 
     # All spans.
+
+    @contextmanager
+    def _noting(self, kind: Kind, name: str) -> Iterator[None]:
+        """Note a span that lasts as long as this block."""
+        noted = self._begin(kind, name)
+        try:
+            yield
+        finally:
+            self._end(noted)
 
     def _begin(self, kind: Kind, name: str, **facts: Any) -> Open:
         noted = Open(kind, name, self.clock.mark(), facts={**self._of_pass, **facts})

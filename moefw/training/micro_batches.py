@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
-from moefw.core.records import Action, Pair
+from moefw.core.records import PASSES, Action, Pair
 from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.runtime.pipeline.player import Player
 from moefw.runtime.pipeline.stage import Pipelined
 from moefw.system.stamps import stamp
 from moefw.training.step_sums import Tally
-
-PASSES: Final = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
-"""The sections of a clock in which passes of a pipeline count."""
 
 
 class Clock(Protocol):

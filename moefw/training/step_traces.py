@@ -11,12 +11,10 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch.distributed import ProcessGroup
 
-from moefw.core.errors import PlanError
 from moefw.tracing.clocks import clock_of
-from moefw.tracing.files import TraceFiles
+from moefw.tracing.options import TraceOptions
 from moefw.tracing.ranges import NvtxRanges, OperatorRanges
 from moefw.tracing.rank_file import Head, RankFile
 from moefw.tracing.replaced import traced
@@ -26,40 +24,9 @@ from moefw.training.micro_batches import Clock
 from moefw.training.session import Session
 from moefw_kernels.devices import is_gpu
 
-WARM_UP: Final = 3
-"""Steps that are not traced by default: they compile, allocate and fill caches."""
-STEPS: Final = 2
-"""Number of steps that are traced by default."""
 MEETINGS: Final = 9
 """How often ranks meet to compare their clocks."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-
-
-@frozen(kw_only=True)
-class TraceOptions:
-    """What a run traces. ``steps``: their numbers, from 1; None: the default ones.
-
-    ``operators``: also those of PyTorch, by its profiler. ``memory``: also a snapshot of the GPU's memory.
-    """
-
-    files: TraceFiles
-    steps: range | None = None
-    operators: bool = False
-    memory: bool = False
-
-    def steps_of(self, start: int, last: int) -> range:
-        """Steps to trace in a run that goes on behind step ``start`` and ends with step ``last``.
-
-        Raises PlanError if one of them is not in it.
-        """
-        if self.steps is None:
-            first = min(start + WARM_UP + 1, max(last - STEPS, start) + 1)
-            return range(first, min(first + STEPS, last + 1))
-        if self.steps.start <= start or self.steps.stop > last + 1:
-            asked = f"--trace-steps {self.steps.start}:{self.steps.stop - 1}"
-            what = f"{asked}: this run goes from step {start + 1} to step {last}."
-            raise PlanError(what, "Name steps of the run.", on_every_rank=True)
-        return self.steps
 
 
 @final

@@ -54,7 +54,8 @@ from moefw.training.world import Place
 from moefw_kernels.devices import is_gpu
 
 if TYPE_CHECKING:
-    from moefw.training.step_traces import StepTraces, TraceOptions
+    from moefw.tracing.options import TraceOptions
+    from moefw.training.step_traces import StepTraces
 
 LEDGER_STEPS = 2
 """Steps after which a GPU has reached its peak: the optimizer's states exist from the first step on."""

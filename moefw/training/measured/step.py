@@ -17,7 +17,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
-from moefw.core.records import Action
+from moefw.core.records import PASSES, Action
 from moefw.core.stages import Batch
 from moefw.planner.micro_batch import as_trained
 from moefw.planner.operations import Operations
@@ -32,7 +32,6 @@ from moefw.runtime.parallel.local_shards import local
 from moefw.runtime.parallel.unsharded_gradients import accumulators
 from moefw.training.engine import Engine
 from moefw.training.measured.report import Measured, Saved
-from moefw.training.micro_batches import PASSES
 
 _ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
 ENOUGH: Final = 2
