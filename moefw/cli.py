@@ -18,7 +18,7 @@ import click
 import moefw
 from moefw.commands.process import INTERRUPTED, end_at_once, local_rank, rank, say_interrupted
 from moefw.compose.plugin_commands import PluginCommand, plugin_commands
-from moefw.core.errors import MoefwError, SpecError
+from moefw.core.errors import MoefwError, SpecError, os_reason
 from moefw.training.errors import StoppedError
 
 PATIENCE_S = 5.0
@@ -85,7 +85,7 @@ def cli(context: click.Context) -> None:
     try:
         os.getcwd()
     except OSError as error:  # libraries that a command imports would fail, or abort
-        what = f"the working folder cannot be used: {(error.strerror or str(error)).lower()}."
+        what = f"the working folder cannot be used: {os_reason(error)}."
         raise SpecError(what, "Change to a folder that exists.") from error
 
 

@@ -16,7 +16,7 @@ from moefw.commands.tables import print_table
 from moefw.commands.waiting import waiting
 from moefw.compose.assembly import Assembly
 from moefw.compose.spec.structure import plain
-from moefw.core.errors import MoefwError, SpecError
+from moefw.core.errors import MoefwError, SpecError, os_reason
 from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
 from moefw.training.folder import cache_dir
 
@@ -81,7 +81,7 @@ def _draw(assembly: Assembly, picture: Path) -> int:
     try:
         draw_schedule(assembly, picture)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os_reason(error)
         raise SpecError(f"--picture {picture}: {reason}.", "Name a file that can be written.") from error
     click.echo(f"the schedule is drawn in {picture}")
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from moefw.commands.waiting import waiting
-from moefw.core.errors import SpecError, printable
+from moefw.core.errors import SpecError, os_reason, printable
 from moefw.training.faults.requests import StopRequests
 from moefw.training.records.metrics import METRICS
 
@@ -31,7 +31,7 @@ def report(runs: tuple[Path, ...], out: Path | None) -> int:
         with waiting("reading the run" if len(runs) == 1 else "reading the runs"):
             write_page(runs, out)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os_reason(error)
         raise SpecError(f"{error.filename or out}: {reason}.", "Name a run and a page that can be used.") from error
     click.echo(f"the report is in {out}")
     return 0

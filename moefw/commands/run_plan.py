@@ -23,7 +23,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
-from moefw.core.errors import MoefwError
+from moefw.core.errors import MoefwError, os_reason
 from moefw.planner import ledger
 from moefw.system.python import python
 from moefw.training import ledger_file
@@ -49,7 +49,7 @@ def planned_beside(assembly: Assembly) -> Iterator[None]:
         )
     except OSError as error:
         yield
-        _unplanned(assembly, f"its process could not be started: {(error.strerror or str(error)).lower()}.")
+        _unplanned(assembly, f"its process could not be started: {os_reason(error)}.")
         return
     assert process.stdin is not None
     with suppress(BrokenPipeError):

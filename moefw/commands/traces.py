@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from moefw.compose.assembly import Assembly
-from moefw.core.errors import Problem, SpecError, printable
+from moefw.core.errors import Problem, SpecError, os_reason, printable
 
 if TYPE_CHECKING:
     from moefw.tracing.files import TraceFiles
@@ -101,7 +101,7 @@ def _problems_of_file(path: Path) -> Iterator[Problem]:
             yield Problem(f"--trace {path}: it exists and is no trace.", "Name another file.")
         parent = next(parent for parent in path.absolute().parents if parent.exists())
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os_reason(error)
         yield Problem(f"--trace {path}: {reason}.", "Name a file that can be written.")
         return
     if not parent.is_dir():
@@ -125,7 +125,7 @@ def traced(options: TraceOptions | None, tell: Callable[[str], None]) -> Iterato
         files.spans.mkdir(parents=True, exist_ok=True)
         files.clear()
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os_reason(error)
         raise SpecError(f"--trace {files.whole}: {reason}.", "Name a file that can be written.") from error
     try:
         yield

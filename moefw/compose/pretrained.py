@@ -22,7 +22,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.router_steps import RouterSteps, mean_scale
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
-from moefw.core.errors import CheckpointError, MoefwError, SpecError
+from moefw.core.errors import CheckpointError, MoefwError, SpecError, os_reason
 from moefw.core.stages import Batch
 from moefw.models.huggingface.beside import BESIDE, hand_on
 from moefw.models.huggingface.config import read_config
@@ -214,7 +214,7 @@ def _together(act: Callable[[], Any], path: str | Path, layout: Layout) -> Any:
     except MoefwError as error:
         problem = error
     except OSError as error:
-        what = f"{path} cannot be written on rank {layout.rank}: {(error.strerror or str(error)).lower()}."
+        what = f"{path} cannot be written on rank {layout.rank}: {os_reason(error)}."
         problem = CheckpointError(what, "Name a folder that every rank can write.")
     raise_together(problem, layout.host_group())
     return answer

@@ -97,6 +97,11 @@ class RunError(MoefwError):
     exit_code = 1
 
 
+def os_reason(error: OSError) -> str:
+    """Reason of an error of the operating system, in words that go on a sentence."""
+    return (error.strerror or str(error)).lower()
+
+
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Known name of which ``name`` is a likely misspelling, or None."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moefw.core.errors import CheckpointError, PlanError
+from moefw.core.errors import CheckpointError, PlanError, os_reason
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def new_folder(target: Path) -> Iterator[Path]:
                 _refuse_taken(target)
                 raise
     except OSError as error:
-        what = f"{target} cannot be written: {(error.strerror or str(error)).lower()}."
+        what = f"{target} cannot be written: {os_reason(error)}."
         raise CheckpointError(what, "Name another folder.") from error
 
 

@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from moefw.compose.assembly import Assembly
-from moefw.core.errors import PlanError, SpecError
+from moefw.core.errors import PlanError, SpecError, os_reason
 from moefw.system.folders import lock_folder
 
 MANIFEST = "manifest.json"
@@ -64,7 +64,7 @@ def run_folder(assembly: Assembly, *, resume: bool, again: bool = False, tell: C
             stack.enter_context(_locked(run_dir))
             _refuse_links(run_dir)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
+            reason = os_reason(error)
             raise SpecError(f"run.dir {run_dir} cannot be written: {reason}.", "Use another run.dir.") from error
         stack.callback(_give_back, run_dir, aside, tell)
         if aside is not None:

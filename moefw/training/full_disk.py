@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, final
 
+from moefw.core.errors import os_reason
 from moefw.training.errors import NotWrittenError
 
 
@@ -55,6 +56,6 @@ def written(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os_reason(error)
         fix = "Make room and run again with --resume=auto; train.on_full_disk=continue trains on meanwhile."
         raise NotWrittenError(f"{path} cannot be written: {reason}.", fix) from error

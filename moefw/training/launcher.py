@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from moefw.compose.spec.sections import RunSpec
-from moefw.core.errors import PlanError, RunError
+from moefw.core.errors import PlanError, RunError, os_reason
 from moefw.system.folders import temporary_folder
 from moefw.training.faults.rank_files import MEETING
 from moefw.training.faults.requests import StopRequests
@@ -107,7 +107,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str], leash: int) -
     try:
         return subprocess.Popen(command, env=environment, pass_fds=[leash])
     except OSError as error:
-        what = f"rank {environment['RANK']} could not be started: {(error.strerror or str(error)).lower()}."
+        what = f"rank {environment['RANK']} could not be started: {os_reason(error)}."
         raise RunError(what, "Use a layout of fewer ranks, or several machines with torchrun.") from error
 
 

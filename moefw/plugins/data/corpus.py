@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attrs import evolve, frozen
 
-from moefw.core.errors import DataError
+from moefw.core.errors import DataError, os_reason
 from moefw.system.stamps import stamp
 
 PIECE_BYTES = 1 << 22
@@ -192,5 +192,5 @@ def _read(document: Document) -> bytes:
 
 def unreadable(error: OSError, path: Path) -> DataError:
     """Error for a file of a corpus that cannot be read."""
-    reason = (error.strerror or str(error)).lower()
+    reason = os_reason(error)
     return DataError(f"{error.filename or path} cannot be read: {reason}.", "Check its permissions.")

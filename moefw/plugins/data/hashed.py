@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Final, Protocol, final
 
-from moefw.core.errors import DamagedDataError
+from moefw.core.errors import DamagedDataError, os_reason
 
 CHUNK_BYTES: Final = 1 << 18
 """256 KiB: a chunk's first read takes 0.2 ms to hash, and the hashes of a terabyte take 128 MB."""
@@ -114,7 +114,7 @@ class HashedFile:
             try:
                 part = os.pread(self._descriptor, end - start, start)
             except OSError as error:
-                raise self._damaged(f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+                raise self._damaged(f"cannot be read: {os_reason(error)}") from error
             if not part:
                 raise self._damaged(f"became shorter than its {self.size:,} bytes")
             parts.append(part)

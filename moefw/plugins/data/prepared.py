@@ -14,7 +14,7 @@ from typing import Any
 from attrs import frozen
 
 from moefw.core.data import TOKENIZER
-from moefw.core.errors import DamagedDataError, DataError
+from moefw.core.errors import DamagedDataError, DataError, os_reason
 from moefw.plugins.data.corpus import CACHE_TAG
 from moefw.plugins.data.hashed import CHUNK_BYTES, HASH_BYTES, HashedFile, KnownHashes, chunk_hashes, num_chunks
 from moefw.system.folders import hidden_name, lock_folder, scratch_folder
@@ -88,7 +88,7 @@ def kept_in(cache_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os_reason(error)
         what = f"the prepared data cannot be kept in {cache_dir}: {reason}."
         raise DataError(what, "Set MOEFW_CACHE to a folder that can be written and has room.") from error
 

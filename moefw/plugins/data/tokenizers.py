@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from moefw.core.errors import DataError
+from moefw.core.errors import DataError, os_reason
 from moefw.plugins.data.encoding import EncodingProcess
 from moefw.system.untrusted_files import read_regular
 
@@ -155,7 +155,7 @@ def read_tokenizer(name: str) -> bytes | None:
     try:
         return read_json(Path(os.path.expanduser(name)))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os_reason(error)
         raise DataError(f"data.tokenizer: {name!r} cannot be read: {reason}.", _FIX) from error
 
 

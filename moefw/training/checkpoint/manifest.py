@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 from attrs import Factory, asdict, frozen
 
 from moefw.compose.spec.source import show
+from moefw.core.errors import os_reason
 from moefw.training.folder import MANIFEST
 
 FORMAT: Final = 2
@@ -213,4 +214,4 @@ def _read(path: Path) -> bytes:
                 raise Damage(f"{path} is damaged: it is longer than {MAX_BYTES >> 20} MiB.")
             return file.read()
     except OSError as error:
-        raise Damage(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        raise Damage(f"{path} cannot be read: {os_reason(error)}.") from error

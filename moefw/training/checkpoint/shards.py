@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moefw.core.errors import os_reason
 from moefw.runtime.finite import is_finite
 from moefw.system.stamps import stamp
 from moefw.training.checkpoint.manifest import Damage, Manifest, SavedShard, SavedTensor, read_manifest, require_file
@@ -75,7 +76,7 @@ def opened(folder: Path, manifest: Manifest) -> dict[str, Any]:
             file = _mapped(path)
             _check_tensors(path, file, shard)
         except OSError as error:
-            raise Damage(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+            raise Damage(f"{path} cannot be read: {os_reason(error)}.") from error
         except SafetensorError as error:
             raise Damage(f"{path} is no safetensors file: {error}.") from error
         files |= dict.fromkeys(shard.tensors, file)

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from moefw.core.errors import DataError
+from moefw.core.errors import DataError, os_reason
 from moefw.plugins.data.hashed import CHUNK_BYTES, HashedFile, KnownHashes, SeenHashes, chunk_hashes, num_chunks
 from moefw.plugins.data.megatron.files import pair
 from moefw.plugins.data.megatron.index import read_index
@@ -62,7 +62,7 @@ def _identity(path: Path) -> tuple[int, int]:
     try:
         status = path.stat()
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os_reason(error)
         raise DataError(f"data.path: {path} cannot be read: {reason}.", "Name a pair NAME.bin and NAME.idx.") from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"data.path: {path} is no regular file.", "Name a pair NAME.bin and NAME.idx.")
