@@ -22,6 +22,7 @@ FOLDER = record.GATHERED.parent
 ABI = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:"]
 ABI += ["--platform=manylinux2014_x86_64", "--platform=manylinux_2_28_x86_64"]
 PACKAGES = ("ruamel.yaml", "pluggy", "attrs", "click", "rich", "markdown-it-py", "mdurl", "pygments", "packaging")
+PACKAGES += ("bokeh", "tornado", "xyzservices")
 PACKAGES += ("safetensors", "tokenizers", "pytest", "iniconfig", "pytest-timeout", "hypothesis", "sortedcontainers")
 PACKAGES += ("liger-kernel", "scattermoe")
 MOST_BYTES = 60 << 20
