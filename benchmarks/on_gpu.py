@@ -59,7 +59,8 @@ def script(name: str, *arguments: str, small: Sequence[str] = ("--rounds", "1"))
 
 def kernels(*names: str, some: str) -> Part:
     """Return the part that runs tests of kernels; ``some`` selects those of the small run."""
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/kernels/test_{name}.py" for name in names)]
+    pytest = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    pytest += [f"tests/kernels/test_{name}.py" for name in names]
     return Part(pytest, [*pytest, "-k", some])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Final
 
 import pytest
 import torch
@@ -73,7 +75,12 @@ def tensorwise_over_rows(sizes: Sequence[int]) -> tuple[Quantized, Quantized]:
     return gradients(grad, ends).along(-2).mT, quantize_tensor(x, ends_e=ends).along(-2)
 
 
-def close(mine: Tensor, right: Tensor) -> None:
+SUMS_OF_128: Final = 2.0**-9
+"""Error of Hopper's FP8 tensor cores, whose sums have 14 bits (arXiv 2412.19437, section 3.3.2): some of 2**-13."""
+ALLOWED: Final = SUMS_OF_128 if os.environ.get("MOEFW_KERNELS_ON") == "cuda" else 1e-5
+
+
+def close(mine: Tensor, right: Tensor, allowed: float = 1e-5) -> None:
     """Compare up to the error of fp32 sums in another order, relative to the largest value of a row and of a column."""
     assert mine.shape == right.shape
     assert mine.dtype == right.dtype
@@ -81,7 +88,8 @@ def close(mine: Tensor, right: Tensor) -> None:
     if right.numel():
         down, across = (right.float().abs().amax(axis, keepdim=True).clamp(min=1e-30) for axis in (-2, -1))
         error = ((mine.float() - right.float()).abs() / torch.minimum(down, across)).max().item()
-        assert error <= (2**-7 if right.dtype is torch.bfloat16 else 1e-5)
+        allowed = max(allowed, 2**-7) if right.dtype is torch.bfloat16 else allowed
+        assert error <= allowed, f"off by {error:.1e}, allowed {allowed:.1e}"
 
 
 @pytest.mark.parametrize("sizes", GROUPS, ids=str)
@@ -130,7 +138,7 @@ def kernel_as_the_reference(sizes: Sequence[int], pair: tuple[Quantized, Quantiz
     mine, right = (each(*pair, ends, dtype) for each in (kernel, reference.grouped_mm))
     assert mine.shape == right.shape
     count = sum(sizes) if mine.ndim == 2 else len(mine)
-    close(mine[:count], right[:count])
+    close(mine[:count], right[:count], ALLOWED)
 
 
 @pytest.mark.parametrize(("sizes", "backward", "blocks"), each_value(GROUPS, [False, True], [True, False]), ids=str)
@@ -163,7 +171,8 @@ def each_tile_gives_the_product() -> None:
         for m, n, warps, stages in ours._TILES:
             tile = triton.Config({"BM": m, "BN": n}, num_warps=warps, num_stages=stages)
             setattr(ours, name, triton.autotune([tile], key=tuned.keys)(tuned.fn))
-            close(ours.blockwise_grouped_mm(*pair, ends, torch.float32)[: sum(sizes)], right[: sum(sizes)])
+            found = ours.blockwise_grouped_mm(*pair, ends, torch.float32)
+            close(found[: sum(sizes)], right[: sum(sizes)], ALLOWED)
         setattr(ours, name, tuned)
 
 
