@@ -19,7 +19,7 @@ EFFICIENT = ["efficient_attention", "efficient_attention_backward"]
 def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaAttention:
     operators = CudaAttention()
     monkeypatch.setattr(kernels, "aten", operators)
-    monkeypatch.setitem(kernels._KERNELS, "cpu", kernels._KERNELS["cuda"])
+    monkeypatch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cuda"])
     return operators
 
 
@@ -55,7 +55,7 @@ def test_each_input_has_its_kernel(cuda: CudaAttention, case: Case, dtype: torch
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_pytorch_takes_the_calls(monkeypatch: pytest.MonkeyPatch, case: Case, dtype: torch.dtype) -> None:
     """On tensors without memory: the signatures and shapes of the installed version."""
-    monkeypatch.setitem(kernels._KERNELS, "meta", kernels._KERNELS["cuda"])
+    monkeypatch.setitem(kernels.KERNELS, "meta", kernels.KERNELS["cuda"])
     tensors, mask = case.drawn(dtype)
     q, k, v = (x.detach().to("meta") for x in tensors[:3])
     plain = mask.is_plain(case.queries, case.keys)
@@ -66,3 +66,11 @@ def test_pytorch_takes_the_calls(monkeypatch: pytest.MonkeyPatch, case: Case, dt
     assert (out.shape, lse.shape) == ((*q.shape[:-1], case.value_width), q.shape[:-1])
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_switches_for_a_fixed_order_are_as_they_were_behind_a_backward(cuda: CudaAttention) -> None:
+    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    results(Case(), torch.bfloat16)
+    after = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert cuda.called == FLASH
+    assert after == before

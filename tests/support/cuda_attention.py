@@ -29,6 +29,7 @@ class CudaAttention:
     def _scaled_dot_product_flash_attention_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **named: Any
     ) -> Any:
+        assert torch.are_deterministic_algorithms_enabled(), "two equal backwards would differ in their last bits"
         made = self._shapes("_flash_attention_backward", grad, q, k, v, out, lse, *rest, **named)
         flash_takes(grad, q, k, v, out)
         assert (lse.shape, lse.dtype, lse.is_contiguous()) == (q.shape[:-1], torch.float32, True)
@@ -59,6 +60,7 @@ class CudaAttention:
         *rest: Any,
         **named: Any,
     ) -> Any:
+        assert torch.are_deterministic_algorithms_enabled(), "two equal backwards would differ in their last bits"
         made = self._shapes("_efficient_attention_backward", grad, q, k, v, bias, out, lse, *rest, **named)
         efficient_takes(q, k, v, bias)
         assert out.transpose(1, 2).is_contiguous()

@@ -7,9 +7,10 @@ gradients through these scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def forward(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, scores: Scores) -> t
     if not q_BHSd.numel():
         dtype = torch.promote_types(q_BHSd.dtype, torch.float32)
         return q_BHSd.new_empty(out_shape), q_BHSd.new_empty(out_shape[:-1], dtype=dtype)
-    kernel = _KERNELS[q_BHSd.device.type]
+    kernel = KERNELS[q_BHSd.device.type]
     q, k, v = _widened(kernel, q_BHSd, k_BGSd, v_BGSe)
     out, lse_BHS = kernel.forward(q, k, v, scores)
     return _narrowed(out, v_BGSe.shape[-1]), lse_BHS
@@ -75,7 +76,7 @@ def backward(
     """
     if not q_BHSd.numel():
         return torch.zeros_like(q_BHSd), torch.zeros_like(k_BGSd), torch.zeros_like(v_BGSe)
-    kernel = _KERNELS[q_BHSd.device.type]
+    kernel = KERNELS[q_BHSd.device.type]
     grad, q, k, v, out = _widened(kernel, grad_BHSe, q_BHSd, k_BGSd, v_BGSe, out_BHSe)
     grad_q, grad_k, grad_v = kernel.backward(grad, q, k, v, out, lse_BHS, scores)
     key_width = q_BHSd.shape[-1]
@@ -171,41 +172,62 @@ def _cuda_backward(
 ) -> Gradients:
     # Without dropout, no kernel reads the state of its random numbers: an empty tensor of the right dtype does.
     if _takes_flash(q, scores):
-        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,  # cum_seq_q: sequences have one length
-            None,  # cum_seq_k
-            q.shape[2],  # max_q
-            k.shape[2],  # max_k
-            0.0,  # dropout_p
-            scores.causal,
-            q.new_empty(2, dtype=torch.uint64),  # philox_seed
-            q.new_empty((), dtype=torch.uint64),  # philox_offset
-            scale=scores.scale,
-        )
+        with _in_fixed_order():
+            grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
+                grad,
+                q,
+                k,
+                v,
+                out,
+                lse.contiguous(),
+                None,  # cum_seq_q: sequences have one length
+                None,  # cum_seq_k
+                q.shape[2],  # max_q
+                k.shape[2],  # max_k
+                0.0,  # dropout_p
+                scores.causal,
+                q.new_empty(2, dtype=torch.uint64),  # philox_seed
+                q.new_empty((), dtype=torch.uint64),  # philox_offset
+                scale=scores.scale,
+            )
         return grad_q, grad_k, grad_v
     spread_k, spread_v = _spread(q, k, v)
-    grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad,
-        q,
-        spread_k,
-        spread_v,
-        _cuda_bias(q, scores),
-        out.transpose(1, 2).contiguous().transpose(1, 2),  # the only layout whose rows the kernel finds
-        F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=inf),
-        q.new_empty((), dtype=torch.int64),  # philox_seed
-        q.new_empty((), dtype=torch.int64),  # philox_offset
-        0.0,  # dropout_p
-        [True, True, True, False],  # gradients of q, k and v, and none of the bias
-        scores.causal,
-        scale=scores.scale,
-    )
+    with _in_fixed_order():
+        grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad,
+            q,
+            spread_k,
+            spread_v,
+            _cuda_bias(q, scores),
+            out.transpose(1, 2).contiguous().transpose(1, 2),  # the only layout whose rows the kernel finds
+            F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=inf),
+            q.new_empty((), dtype=torch.int64),  # philox_seed
+            q.new_empty((), dtype=torch.int64),  # philox_offset
+            0.0,  # dropout_p
+            [True, True, True, False],  # gradients of q, k and v, and none of the bias
+            scores.causal,
+            scale=scores.scale,
+        )
     return grad_q, _gathered(grad_k, k), _gathered(grad_v, v)
+
+
+@contextmanager
+def _in_fixed_order() -> Iterator[None]:
+    """Let the kernels add up gradients in one order.
+
+    By default, blocks of keys add to the gradients of queries as they happen to finish, and two equal steps differ in
+    their last bits.
+    """
+    switches: Any = torch.utils.deterministic
+    mode = torch.get_deterministic_debug_mode()
+    fills_memory = switches.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    switches.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        switches.fill_uninitialized_memory = fills_memory
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _cuda_bias(q: Tensor, scores: Scores) -> Tensor | None:
@@ -229,7 +251,7 @@ def _gathered(grad: Tensor, of: Tensor) -> Tensor:
     return summed
 
 
-_KERNELS = {
+KERNELS = {
     "cpu": _Kernel(forward=_cpu_forward, backward=_cpu_backward, alignment=1),
     "cuda": _Kernel(forward=_cuda_forward, backward=_cuda_backward, alignment=ALIGNMENT),
 }
