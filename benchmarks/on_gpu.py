@@ -86,12 +86,14 @@ PARTS: Mapping[str, Part] = {
     "quickstart": quickstart(),
     "quickstart-fp8": quickstart(FP8, small=["precision.backend=emulate"]),
     "quickstart-offload": quickstart(OFFLOAD),
+    "quickstart-graphs": quickstart("train.graphs=step", small=["train.graphs=none"]),
     "goals": script("layer_goals", "--only", "a", "b", "c"),
     "others": script("layer_goals", "--only", "others-a", "others-c", "others-b"),
     "limits": script("layer_goals", "--only", "granularity", "few tokens", "skew", "counters"),
     "offload": script("offload_overlap"),
     "quantizers": script("fused_quantize"),
     "overlap": script("overlap_on_gpu", small=()),
+    "graphs": script("graphs_on_gpu"),
 }
 
 

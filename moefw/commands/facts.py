@@ -39,6 +39,8 @@ MEANINGS: Final[Mapping[str, str]] = {
     "activations_kept": "activations that backward reads are saved through `Precision.keep_activation`",
     "row_keys": "each row that a GEMM gets comes with the key of its token, if the recipe draws random numbers",
     "layer_losses": "the model's losses include those that `Router.over_layers` makes of all layers' `Routing.pooled`",
+    "replays": "where a part runs the same operators on the same shapes whatever the values, and the host reads none, "
+    "so that `train.graphs` replays it: `alone` (a rank with all experts), `shared` (ranks that share them), `never`",
     "device": "device types: `cpu`, `cuda`",
     "capability": "compute capabilities of a GPU: `9.0`",
     "package": "a package that is installed, or a part of one",

@@ -74,6 +74,9 @@ class TraceFlags:
                 yield Problem(f"{name}: nothing is traced.", "Add --trace FILE.json.")
         else:
             yield from _problems_of_file(self.trace)
+            if assembly.spec.train.graphs != "none":
+                what = "--trace: a step that is replayed as a graph runs no Python, which is what a trace shows."
+                yield Problem(what, "Use train.graphs=none for a traced run.")
         total = assembly.spec.train.steps
         try:
             steps = self._steps

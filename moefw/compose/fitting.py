@@ -33,6 +33,9 @@ class Misfit(Generic[Asker]):
         fact = FACTS[need.fact]
         relevant = [(part, _about(fact, offer, need.value)) for part, offer in self.offers]
         relevant = [(part, offer) for part, offer in relevant if offer != ()]
+        # If some offers fail the need by themselves, the others have no part in it.
+        failing = [(part, offer) for part, offer in relevant if RULES[fact.rule]([offer], [need.value])[1]]
+        relevant = failing or relevant
         heard = [f"{part} offers {_words(offer)}" for part, offer in relevant]
         heard += [f"{part} needs {_asked(fact, other.value)}: {other.reason}" for part, other in self.rivals]
         what = f"{self.asker} needs {_asked(fact, need.value)}: {need.reason};"

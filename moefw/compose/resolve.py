@@ -15,6 +15,7 @@ from moefw.compose.advice import advised
 from moefw.compose.assembly import Assembly, ChosenPlugins, LayerAssembly
 from moefw.compose.batches import batch_problems
 from moefw.compose.fitting import RULES, match, offers_of, silence
+from moefw.compose.graphs import Graphs, aligned_rows_problems, graph_needs, graph_problems
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
 from moefw.compose.routes import route_problems
@@ -94,6 +95,7 @@ def assemble_tree(
     work.check_regions()
     work.check_phases(spec.train)
     layout = work.lay_out(world)
+    work.ask_for_graphs(spec.train, layout, trains=trains)
     machine = machine or this_machine(device)
     site, layers = work.fit(layout, machine, trains=trains)
     if layout is not None:
@@ -101,6 +103,7 @@ def assemble_tree(
             for problem in batch_problems(spec.train, layout):
                 work.tell(("train", "tokens_per_step"), problem)
         work.check_stages(layout, spec.train)
+        work.check_graphs(layout, spec.train, layers)
     if for_run:
         work.check_routes(spec)
     if data_here:
@@ -133,7 +136,7 @@ class _Placed:
     @cached_property
     def section(self) -> str:
         """The section of the part. All memory policies have the same one."""
-        return next(key for key in reversed(self.path) if isinstance(key, str))
+        return _section(self.path)
 
     def __str__(self) -> str:
         return str(self.part.name)
@@ -171,6 +174,11 @@ class _Resolution:
         self.presets: dict[KeyPath, tuple[str, Mapping[str, Any]]] = {}
         self.placed: list[_Placed] = []
         self.inner: list[_Placed] = []
+        self.sections: set[str] = {"memory"}
+        """Sections of the spec that choose a part, or none as ``memory`` may."""
+        self.unread: set[str] = set()
+        """Those of which a part could not be read."""
+        self.graph_needs: list[Need] = []
         self.cause: Exception | None = None
 
     def tell(self, path: KeyPath, problem: Problem, kind: type[MoefwError] = PlanError) -> None:
@@ -245,7 +253,10 @@ class _Resolution:
         """Load the plugins that the spec names and read their options."""
         for path, kind, choice in plugin_fields(spec):
             part = None if choice is UNKNOWN else self._part(kind, choice, path)
-            if part is not None:
+            self.sections.add(_section(path))
+            if part is None:
+                self.unread.add(_section(path))
+            else:
                 self.placed.append(_Placed(path, part))
         with self.asking(()):
             for index, name in enumerate(spec.run.observers):
@@ -394,6 +405,21 @@ class _Resolution:
                 for problem in stage_problems(pipeline.part, model.part, layout, train):
                     self.tell(key_path(problem.where), problem)
 
+    def ask_for_graphs(self, train: TrainSpec, layout: LayoutPlan | None, *, trains: bool) -> None:
+        """Let ``train.graphs`` ask for what its graphs need, where the spec is one to train with."""
+        with self.asking(("train", "graphs")):
+            if trains and layout is not None and train.graphs == "step":
+                self.graph_needs = graph_needs(layout)
+
+    def check_graphs(self, layout: LayoutPlan, train: TrainSpec, layers: Mapping[int, LayerAssembly]) -> None:
+        """Report why steps are not replayed, beside what parts offer."""
+        pipeline = self._find("pipeline")
+        if self.graph_needs and pipeline:
+            with self.asking(("train", "graphs")):
+                facts = [layer.facts for layer in layers.values()]
+                for problem in (*graph_problems(train, layout, pipeline.part), *aligned_rows_problems(facts)):
+                    self.tell(key_path(problem.where), problem)
+
     def check_routes(self, spec: Spec) -> None:
         """Report why routes can be neither recorded nor replayed."""
         model = self._find("model")
@@ -452,17 +478,20 @@ class _Resolution:
     def _state(self, here: Site, layout: LayoutPlan | None) -> _Statements:
         """Offers and needs of all parts at ``here``, and the offers of the layout and the machine."""
         promises: list[tuple[object, Offers]] = []
-        heard: set[str] = set()
+        heard = self.sections - self.unread
         unknown: set[str] = set()
         for placed in self.placed:
+            answers = False
             with self.asking(placed.path, placed.part, "offers()"):
                 stated = {**silence(placed.section), **offers_of(placed.section, placed.part.offers(here))}
                 known = {fact: value for fact, value in stated.items() if is_known(value)}
                 for fact, value in known.items():
                     RULES[FACTS[fact].rule]([value], ())
                 promises.append((placed, known))
-                heard.add(placed.section)
                 unknown |= stated.keys() - known.keys()
+                answers = True
+            if not answers:
+                heard.discard(placed.section)
         if layout is None:
             heard.discard("parallel")
         else:
@@ -478,6 +507,7 @@ class _Resolution:
                     if need.fact == "package" and here.machine.has_package(need.value):
                         packages.append(need.value)
                     demands.append((placed, need))
+        demands += [(_Placed(("train",), Graphs()), need) for need in self.graph_needs]
         capability = (here.machine.capability,) if here.machine.capability else ANY
         has = offers(device=(here.machine.device,), capability=capability, package=tuple(packages))
         promises.append(("this machine", has))
@@ -503,6 +533,11 @@ class _Resolution:
         return ChosenPlugins(
             **single, memory=tuple(placed.part for placed in self.placed if placed.section == "memory")
         )
+
+
+def _section(path: KeyPath) -> str:
+    """Section of a path: its last name. A policy of a list is behind it."""
+    return next(key for key in reversed(path) if isinstance(key, str))
 
 
 def _about(promises: Sequence[tuple[object, Offers]], fact: str) -> Iterator[tuple[object, Offers]]:

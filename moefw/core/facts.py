@@ -87,6 +87,13 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("activations_kept", "activations that a recipe may save as codes", "all", ("gemm",), silence=False),
         Fact("row_keys", "a key with each row", "all", ("model", "attention", "dispatch", "gemm"), silence=False),
         Fact("layer_losses", "losses over all MoE layers", "all", ("model",), silence=False),
+        Fact(
+            "replays",
+            "the same operators and shapes at every step ({})",
+            "one of",
+            ("model", "attention", "context_parallel", "routing", "dispatch", "gemm", "precision", "memory"),
+            silence=("never",),
+        ),
         Fact("device", "device {}", "one of"),
         Fact("capability", "compute capability {}", "one of"),
         Fact("package", "package {}", "some", itemised=True),

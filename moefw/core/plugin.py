@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, optional
 
 from moefw.core.errors import Problem
-from moefw.core.facts import Need, Offers, offers
+from moefw.core.facts import ANY, Need, Offers, offers
 from moefw.core.records import Order
 from moefw.core.site import Dims, Site
 
@@ -186,6 +186,10 @@ class OptimizerMemoryPolicyPlugin(MemoryPolicyPlugin):
     joins: ClassVar[bool] = True
 
     regions: tuple[str, ...] = field(default=(OPTIMIZER,), init=False)
+
+    def offers(self, site: Site) -> Offers:
+        """Offer: between steps nothing is replayed."""
+        return offers(replays=ANY)
 
     def needs(self, site: Site) -> Sequence[Need]:
         """Need for the optimizer to allow the mechanism for its states."""

@@ -81,6 +81,8 @@ def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
 def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
     """Ledger at a position. Its peak is that of a micro-batch or that of the update, if this is larger.
 
+    A graph of a step keeps the memory of its micro-batches, also while the optimizer updates: then it is their sum.
+
     A micro-batch behind the first one begins with gradients, and needs more than the first. In a pipeline, a pass
     before there are gradients may have more micro-batches in flight than any pass later, so there both are measured.
     So are both where passes are merged: of two micro-batches, the only pair begins without gradients.
@@ -96,6 +98,8 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
         all_gradients = ledger.held.gradients
         update = Peak(place="optimizer", operands=0, saved=0, gathered=0, passing=ledger.held.step_passing)
         peaks = [usage.peak(all_gradients), update]
+        if assembly.spec.train.graphs == "step":
+            peaks.append(evolve(peaks[0], passing=peaks[0].passing + ledger.held.step_passing))
         ledger = evolve(ledger, regions=regions, work=tuple(batch.work()), pools=pools)
     has_schedule = assembly.layout.sizes.get("pp", 1) > 1 or assembly.parts.pipeline.merges
     if has_schedule and count > 1:
@@ -143,6 +147,7 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
     bytes_per_token = 2 * INT64  # ids and labels
     if train.masks_documents:
         bytes_per_token += 2 * INT64 + BOOL  # positions, documents and mask
+    copies_of_batch = 2 if train.graphs == "step" else 1  # a graph reads its own
     buffers = _labelled(batch, BUFFERS)
     states = measure_states(batch, layout, shared)
     stored = {parameter: prod(batch.stored(parameter)) * FP32 for parameter in model.parameters()}
@@ -155,7 +160,7 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
         gradients=batch.main_gradients(),
         optimizer=states.device,
         buffers=buffers,
-        batch=count * bytes_per_token * tokens + INT64 * train.micro_batch,
+        batch=copies_of_batch * (count * bytes_per_token * tokens + INT64 * train.micro_batch),
         host=states.host,
         step_passing=max(states.passing, summed_together) + gradients_for_update,
     )

@@ -7,7 +7,7 @@ waits only for the event behind it. Until then the copy holds garbage, so that c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.errors import ContractError
+from moefw.runtime.attention import kernels
 
 NAME: Final = "counted"
 """The type of the device."""
@@ -33,6 +34,9 @@ GARBAGE: Final = 0x55
 """Every byte of a copy that has not arrived."""
 DEPTH: Final = 4
 """How many calls a wait names."""
+
+Ran = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+"""Takes an operator that has run, its arguments by position and by name, and its result."""
 
 _aten = torch.ops.aten
 _READS: Final = (
@@ -59,13 +63,15 @@ class HostWaits(TorchDispatchMode):
     """Notes the waits of this thread, and of the backwards that it starts, while it is active.
 
     ``reads`` of values, waits for an event included, and ``uploads``. Collectives run on the held values and are
-    neither. Tensors of the device work only while a mode is active. Raises ContractError where PyTorch has no devices
-    that are written in Python.
+    neither. Tensors of the device work only while a mode is active. ``ran`` is called with each operator of the device,
+    its arguments and its result, as tensors of the CPU that hold the values. Raises ContractError where PyTorch has no
+    devices that are written in Python.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ran: Ran | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         _register()
+        self.ran = ran
         self.device = torch.device(NAME, 0)
         self.reads: list[Wait] = []
         self.uploads: list[Wait] = []
@@ -130,7 +136,10 @@ class HostWaits(TorchDispatchMode):
         self._note(func, args, kwargs)
         if allocates_on_device:
             held_kwargs = held_kwargs | {"device": "cpu"}
-        result = tree_map_only(Tensor, _Held, func(*held_args, **held_kwargs))
+        values = func(*held_args, **held_kwargs)
+        if self.ran is not None:
+            self.ran(func, held_args, held_kwargs, values)
+        result = tree_map_only(Tensor, _Held, values)
         if func.namespace == "c10d":
             return result
         return return_and_correct_aliasing(func, args, kwargs, result)
@@ -152,7 +161,10 @@ class HostWaits(TorchDispatchMode):
         non_blocking = kwargs.pop("non_blocking", False)
         if target.type == NAME:
             values = _held(source) if isinstance(source, _Held) else self.upload(source, non_blocking)
-            return _Held(func(values, **kwargs))
+            moved = func(values, **kwargs)
+            if self.ran is not None:
+                self.ran(func, (values,), kwargs, moved)
+            return _Held(moved)
         self.reads.append(_wait("copy to the CPU"))
         values = func(_held(source), **kwargs)
         assert isinstance(values, Tensor)
@@ -163,6 +175,8 @@ class HostWaits(TorchDispatchMode):
         values = _held(source) if isinstance(source, _Held) else self.upload(source, non_blocking)
         if isinstance(into, _Held):
             into.held.copy_(values)
+            if self.ran is not None:
+                self.ran(_aten.copy_.default, (into.held, values), {}, into.held)
         elif non_blocking and self.is_pinned(into):
             self._under_way.append((into, values.clone()))
             into.view(-1).view(torch.uint8).fill_(GARBAGE)
@@ -287,6 +301,7 @@ def _register() -> Any:
         what = f"torch {torch.__version__} has no devices that are written in Python."
         raise ContractError(what, "Use torch 2.11 or later.")
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    kernels.KERNELS[NAME] = kernels.KERNELS["cpu"]
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,13 +15,15 @@ from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
+from moefw.runtime.graphs import CudaGraphs, Graphs
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.parallel.gradients import Gradients
 from moefw.runtime.parallel.parts import PARTS
 from moefw.system.stamps import stamp
 from moefw.training.amax_meters import Meters
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
-from moefw.training.micro_batches import Clock, Run, run_of
+from moefw.training.graphed_run import GraphedRun, OnFailure
+from moefw.training.micro_batches import Clock, Run, in_order, run_of
 from moefw.training.step_sums import Attempt, Tally
 
 
@@ -72,19 +74,31 @@ class Engine:
         main_gradients: str = "float32",
         reduce_gradients: str = "micro_batch",
         delay_wgrads: bool = False,
+        graphs: Graphs | None = None,
+        on_failed_capture: OnFailure = "stop",
+        tell: Callable[[str], None] = print,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.layout = layout
         self.clip_norm = clip_norm
         self.gradients = Gradients(model, layout, getattr(torch, main_gradients))
-        self.run = run or run_of(
-            model,
-            keep_routes=keep_routes,
-            reduce_once=reduce_gradients == "step",
-            delay_wgrads=delay_wgrads,
-            when_finished=self.gradients.start if self.gradients.start_early else None,
-        )
+        self.run: Run
+        """Accumulates the gradients of a step."""
+        self.watched_run: Run
+        """The same, call by call: hooks on modules and tensors run in it."""
+        if graphs is not None:
+            self.watched_run = in_order(model)
+            self.run = GraphedRun(self.watched_run, model.parameters(), graphs, tell=tell, on_failure=on_failed_capture)
+        else:
+            self.run = run or run_of(
+                model,
+                keep_routes=keep_routes,
+                reduce_once=reduce_gradients == "step",
+                delay_wgrads=delay_wgrads,
+                when_finished=self.gradients.start if self.gradients.start_early else None,
+            )
+            self.watched_run = self.run
         self.meters = Meters(model, layout)
         self.routers: dict[int, Any] = {
             layer.number: layer.router for layer in model.modules() if isinstance(layer, MoELayer)
@@ -92,7 +106,14 @@ class Engine:
         self.bad_steps = BadSteps(model, optimizer, layout, on_bad_step)
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout, train: TrainSpec) -> Engine:
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layout: Layout,
+        train: TrainSpec,
+        tell: Callable[[str], None] = print,
+    ) -> Engine:
         """Engine that a spec's section ``train`` describes."""
         return cls(
             model,
@@ -104,6 +125,9 @@ class Engine:
             main_gradients=train.main_gradients,
             reduce_gradients=train.reduce_gradients,
             delay_wgrads=train.delay_wgrads,
+            graphs=CudaGraphs() if train.graphs == "step" else None,
+            on_failed_capture=train.on_failed_capture,
+            tell=tell,
         )
 
     def step(self, batches: Sequence[Batch], lr: float, clock: Clock, *, number: int = 0) -> StepResult:
@@ -113,25 +137,26 @@ class Engine:
         a skipped step.
         """
         scale = self._loss_scale(batches)
-        attempt = partial(self._attempt, [replace(batch, loss_scale=scale) for batch in batches], clock)
-        made = attempt()
+        scaled = [replace(batch, loss_scale=scale) for batch in batches]
+        made = self._attempt(scaled, clock, self.run)
         with clock("results"):  # the host waits here for a device that runs behind
             finite = made.finite
         if finite:
             self._update(made, lr, clock)
             return _result(made)
-        verdict = self.bad_steps.judge(number, made, attempt, num_batches=len(batches))
+        again = partial(self._attempt, scaled, clock, self.watched_run)
+        verdict = self.bad_steps.judge(number, made, again, num_batches=len(batches))
         if verdict.metric != SKIPPED_STEPS:
             self._update(verdict.attempt, lr, clock)
         result = _result(verdict.attempt)
         return replace(result, counts={**result.counts, verdict.metric: 1.0}, note=verdict.note)
 
-    def _attempt(self, batches: Sequence[Batch], clock: Clock) -> Attempt:
+    def _attempt(self, batches: Sequence[Batch], clock: Clock, run: Run) -> Attempt:
         """Run the step up to its update, and run it again without budgets if one overflowed."""
-        tally = self._accumulate(batches, clock)
+        tally = self._accumulate(batches, clock, run)
         first = tally
         if tally.overflowed():
-            tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock)
+            tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock, run)
         with clock("gradients"):
             self.gradients.add_up()
             return Attempt(tally=tally, first=first, norms=self.gradients.norms())
@@ -148,13 +173,13 @@ class Engine:
                 self.routers[number].update(layer.stats)
             self.meters.update()
 
-    def _accumulate(self, batches: Sequence[Batch], clock: Clock) -> Tally:
+    def _accumulate(self, batches: Sequence[Batch], clock: Clock, run: Run) -> Tally:
         """Run all micro-batches forward and backward, and return their sums over all ranks."""
         self.gradients.settle()
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.begin()
         self.meters.start()
-        tally = self.run(batches, clock)
+        tally = run(batches, clock)
         with clock("gradients"):
             tally.reduce(self.layout)
         return tally

@@ -44,6 +44,12 @@ class LayerTally:
         largest = math.log(len(self.stats["tokens_per_expert"]))
         return total / tokens / largest if tokens and largest else None
 
+    def copied(self) -> LayerTally:
+        """These sums in memory of their own."""
+        stats = {name: value.clone() for name, value in self.stats.items()}
+        aux_losses = {name: value.clone() for name, value in self.aux_losses.items()}
+        return LayerTally(stats=stats, aux_losses=aux_losses)
+
     def add(self, new: LayerStats) -> None:
         """Add the values of one forward."""
         for total, values in ((self.stats, new.stats), (self.aux_losses, new.aux_losses)):
@@ -66,6 +72,14 @@ class Tally:
         self.loss = torch.zeros(2, dtype=torch.float64, device=device)
         self.losses: dict[str, Tensor] = {}
         self.layers: dict[int, LayerTally] = {}
+
+    def copied(self) -> Tally:
+        """These sums in memory of their own."""
+        copy = Tally(self.loss.device)
+        copy.loss = self.loss.clone()
+        copy.losses = {name: value.clone() for name, value in self.losses.items()}
+        copy.layers = {number: layer.copied() for number, layer in self.layers.items()}
+        return copy
 
     def add(self, output: Output | Passed, number: int) -> None:
         """Add what a stage, or the whole model, makes of micro-batch ``number``."""

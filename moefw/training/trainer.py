@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from moefw.tracing.options import TraceOptions
     from moefw.training.step_traces import StepTraces
 
-LEDGER_STEPS = 2
+LEDGER_STEPS = 3
 """Steps after which a GPU has reached its peak: the optimizer's states exist from the first step on."""
 
 
@@ -100,12 +100,12 @@ class Trainer:
         self.run_dir = Path(assembly.spec.run.dir)
         with assembly.registry.calling(assembly.parts.optimizer, "build()"):
             optimizer = build_optimizer(assembly, session.model, session.layout, session.device, session.shared)
-        self.engine = Engine.of(session.model, optimizer, session.layout, spec)
+        self.console = Console(quiet=not session.leads)
+        self.engine = Engine.of(session.model, optimizer, session.layout, spec, partial(say, self.console))
         self.spikes = LossSpikes(spec.loss_spike)
         self.feed = feed_of(session)
         evaluation_starts(session)
         self.clock = StepClock()
-        self.console = Console(quiet=not session.leads)
         self.log = RunLog()
         self.files = RunFiles(spec.on_full_disk, partial(say, self.console), self._full_disk)
         self.ledger = ledger and session.leads and is_gpu(session.device)
@@ -142,6 +142,9 @@ class Trainer:
         self.done = step + 1
         shown = {key: record[key] for key in ("loss", "tokens_per_s", "load_max_over_mean", "lr")}
         progress.update(step + 1, **shown, eval_bits_per_byte=record.get("eval_bits_per_byte"))
+        if self.ledger and step == self.start and step + 1 < self.spec.steps:
+            # The first step tunes kernels, between whose runs Triton writes over the caches of the GPU.
+            torch.cuda.reset_peak_memory_stats(self.session.device)
         if self.ledger and step + 1 == min(self.start + LEDGER_STEPS, self.spec.steps):
             progress.note(self._measured())
         if self._due(step, self.spec.checkpoint_every):

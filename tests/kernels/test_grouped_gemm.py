@@ -75,8 +75,9 @@ def tensorwise_over_rows(sizes: Sequence[int]) -> tuple[Quantized, Quantized]:
     return gradients(grad, ends).along(-2).mT, quantize_tensor(x, ends_e=ends).along(-2)
 
 
-SUMS_OF_128: Final = 2.0**-9
-"""Error of Hopper's FP8 tensor cores, whose sums have 14 bits (arXiv 2412.19437, section 3.3.2): some of 2**-13."""
+SUMS_OF_128: Final = 2.0**-7
+"""Error of Hopper's FP8 tensor cores: some of 2**-13, as sums have 14 bits (arXiv 2412.19437, section 3.3.2), over the
+largest value of a column, which in a group of few rows is small against what is summed."""
 ALLOWED: Final = SUMS_OF_128 if os.environ.get("MOEFW_KERNELS_ON") == "cuda" else 1e-5
 
 

@@ -57,6 +57,18 @@ def test_weights_gathered_as_codes_take_fewer_bytes() -> None:
     assert found.peak_bytes == pytest.approx(measured.peak + unseen, rel=PEAK)
 
 
+def test_a_graph_of_a_step_keeps_its_memory_while_the_optimizer_updates() -> None:
+    eager_run = assembly_of({"dispatch": {"use": "alltoall"}, "precision": {"use": "bf16"}}, 1)
+    train = evolve(eager_run.spec.train, graphs="step")
+    eager = ledger(eager_run, micro_batches=2)
+    graphed = ledger(evolve(eager_run, spec=evolve(eager_run.spec, train=train)), micro_batches=2)
+    assert eager.peak is not None
+    assert eager.peak.place != "optimizer"
+    copies_of_batches = graphed.held.batch - eager.held.batch
+    assert copies_of_batches == eager.held.batch
+    assert graphed.peak_bytes == eager.peak_bytes + copies_of_batches + eager.held.step_passing
+
+
 def test_regions_tell_what_policies_spare() -> None:
     plain, treated = (
         ledger(assembly_of({**SHARED_OUT, "memory": memory}, 8))

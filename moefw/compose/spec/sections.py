@@ -74,6 +74,14 @@ class TrainSpec:
     Each is computed behind the next start of a dispatch or combine in backward. A pipeline that has passes of weight
     gradients computes them there, not here.
     """
+    graphs: Literal["none", "step"] = "none"
+    """What a GPU replays as one graph (CUDA graph), which its host launches at once: nothing, or a step.
+
+    Of a step: forward and backward of all micro-batches. Sums over ranks and the optimizer follow. The first three
+    steps run without it.
+    """
+    on_failed_capture: Literal["stop", "eager"] = "stop"
+    """Reaction to a step that cannot be captured as a graph: ``stop``, or ``eager``: go on without graphs."""
     eval_every: int = field(default=0, validator=ge(0))
     """Number of steps between evaluations on held-out text. One follows the last step in any case; 0: it alone."""
     eval_tokens: int = field(default=262144, validator=ge(1))

@@ -48,6 +48,7 @@ class Heads(moefw.AttentionPlugin):
             by_pass=True,
             named_products=True,
             row_keys=True,
+            replays=moefw.ANY if self.kernel == "sdpa" else ("never",),
         )
 
     def needs(self, site: Site) -> Iterator[moefw.Need]:

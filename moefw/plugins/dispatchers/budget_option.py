@@ -43,7 +43,12 @@ class SetsBudget(SendsRows):
             return super().offers(site)
         lifted = {"budget": (self.rank_capacity,)} if self.on_overflow == "rerun" else {}
         return moefw.offers(
-            row_alignment=moefw.ANY, rows=("static",), counts=("device", "host"), row_keys=True, **lifted
+            row_alignment=moefw.ANY,
+            rows=("static",),
+            counts=("device", "host"),
+            row_keys=True,
+            replays=("alone",),
+            **lifted,
         )
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:

@@ -29,9 +29,16 @@ class SendsRows(DispatcherPlugin):
     """
 
     def offers(self, site: Site) -> moefw.Offers:
-        """Offers: any row alignment, and counts that the host reads where a part needs them there."""
+        """Offers: any row alignment, and counts that the host reads where a part needs them there.
+
+        Ranks that share experts read how many rows they send each other.
+        """
         return moefw.offers(
-            row_alignment=moefw.ANY, rows=("ragged", "padded"), counts=("device", "host"), row_keys=True
+            row_alignment=moefw.ANY,
+            rows=("ragged", "padded"),
+            counts=("device", "host"),
+            row_keys=True,
+            replays=("alone",),
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:

@@ -10,6 +10,7 @@ from attrs import frozen
 import moefw
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.plugin import MemoryPolicyPlugin
+from moefw.core.site import Site
 
 
 @final
@@ -32,6 +33,10 @@ class Keep(MemoryPolicyPlugin):
     name: ClassVar[str] = "keep"
     mechanism: ClassVar[str] = "keep"
     passive: ClassVar[bool] = True
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """Offers: nothing happens at any step."""
+        return moefw.offers(replays=moefw.ANY)
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Policy."""

@@ -71,6 +71,7 @@ class Decoder(Sizes, ModelPlugin):
             named_products=True,
             row_keys=True,
             layer_losses=True,
+            replays=moefw.ANY,
         )
 
     def needs(self, site: Site) -> Iterator[moefw.Need]:

@@ -23,6 +23,10 @@ class Ring(ContextParallelPlugin):
 
     name: ClassVar[str] = "ring_attention"
 
+    def offers(self, site: Site) -> moefw.Offers:
+        """Offers: every rank sends the same at every step."""
+        return moefw.offers(replays=moefw.ANY)
+
     def needs(self, site: Site) -> Iterator[moefw.Need]:
         """Yield the need of flash attention."""
         yield from flash_need(site)

@@ -22,6 +22,10 @@ class Ulysses(ContextParallelPlugin):
 
     name: ClassVar[str] = "ulysses"
 
+    def offers(self, site: Site) -> moefw.Offers:
+        """Offers: every rank sends the same at every step."""
+        return moefw.offers(replays=moefw.ANY)
+
     def needs(self, site: Site) -> Iterator[moefw.Need]:
         """Yield the needs: an attention around a core, with heads that cp x tp ranks share evenly."""
         if splits(site):

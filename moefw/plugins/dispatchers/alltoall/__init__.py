@@ -34,6 +34,11 @@ class AllToAll(SetsBudget):
     It needs ``rank_capacity``.
     """
 
+    def offers(self, site: Site) -> moefw.Offers:
+        """Offers: with ``max_tokens`` also the same rows at every step among ranks that share experts."""
+        more = {} if self.max_tokens is None else {"replays": moefw.ANY}
+        return {**super().offers(site), **more}
+
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
         """Also the problem of ``max_tokens`` without a budget."""
         problems = [*super().check(site)]

@@ -39,6 +39,7 @@ class Grouped(GemmPlugin):
             named_products=True,
             activations_kept=True,
             row_keys=True,
+            replays=moefw.ANY,
         )
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:

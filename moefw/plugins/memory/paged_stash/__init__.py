@@ -41,6 +41,10 @@ class PagedStash(MemoryPolicyPlugin):
     null: the step is run again, dropless.
     """
 
+    def offers(self, site: Site) -> moefw.Offers:
+        """Offers: pages are taken and given back on the device, but host memory is read by the host."""
+        return moefw.offers(replays=moefw.ANY if self.spill is None else ("never",))
+
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Needs: the regions, and a budget of rows that a second run lifts."""
         regions = [

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moefw.core.errors import RunError
 from moefw.runtime.accounting import in_host_memory, without_memory
+from moefw.runtime.memory.dropped import in_backward
 from moefw_kernels.devices import is_gpu, runs_ahead
 from moefw_kernels.paged_copy import Pages, free, load, open_pages, store, take
 
@@ -49,19 +50,26 @@ class PlainOrder(Order):
 
 @final
 class CudaOrder(Order):
-    """Waits only where the stream changes. ``cuda`` is ``torch.cuda``, or a test double."""
+    """Waits only where the stream changes. ``cuda`` is ``torch.cuda``, or a test double.
+
+    A step that is captured as a graph begins when the GPU is idle, and may not wait for what was not captured.
+    """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
         self._cuda = cuda
         self._last: Any = None
+        self._last_was_captured = False
 
     def enter(self) -> None:
         """Wait for all work queued on the last stream, if it is another one."""
         current = self._cuda.current_stream(self._device)
-        if self._last is not None and self._last != current:
+        is_captured = self._cuda.is_current_stream_capturing()
+        begins_capture = is_captured and not self._last_was_captured
+        if self._last is not None and self._last != current and not begins_capture:
             current.wait_stream(self._last)
         self._last = current
+        self._last_was_captured = is_captured
 
     def lend(self, tensor: Tensor) -> None:
         """Tell the allocator that the stream uses the tensor."""
@@ -120,6 +128,7 @@ class Held:
     def load(self, into: Tensor) -> None:
         """Copy the rows back into the first rows of ``into``."""
         self._stash.settle()
+        self._stash.settle_behind_backward()
         load(self._pool.pages, self._table, self._num_valid, into=into)
 
 
@@ -127,9 +136,12 @@ class Held:
 class Stash:
     """Pools by kind, each with room for one tensor per layer. One stash serves all micro-batches of a process.
 
-    Pages are released when a graph is freed. That may be anywhere, also in the garbage collector, so the device frees
-    them not then but before the next request for pages or rows. Where more tensors are held at a time, of a layer or of
-    micro-batches in flight, another pool is opened. ``num_layers``: number of layers that have a region.
+    Pages are released when a graph of autograd is freed. That may be anywhere, also in the garbage collector, so the
+    device frees them not then but before the next request for pages or rows, and at the end of the backward that reads
+    rows: a step that is captured as a graph of the device frees what it took, and nothing else.
+
+    Where more tensors are held at a time, of a layer or of micro-batches in flight, another pool is opened.
+    ``num_layers``: number of layers that have a region.
 
     ``fills_what_is_freed``: whether a micro-batch fills layer by layer what another one frees, so that both together
     hold hardly more than one. Another pool then has room for one tensor.
@@ -146,6 +158,7 @@ class Stash:
         self._pinned = pinned
         self._fills_what_is_freed = fills_what_is_freed
         self._let_go: deque[tuple[Pool, Tensor]] = deque()
+        self._settles_behind_backward = False
 
     @property
     def nbytes(self) -> int:
@@ -178,6 +191,17 @@ class Stash:
             free(pool.pages, table)
             self._order.lend(table)
             pool.num_held -= 1
+
+    def settle_behind_backward(self) -> None:
+        """Free the pages that the running backward releases when it ends. Does nothing outside of one."""
+        if self._settles_behind_backward or not in_backward():
+            return
+        self._settles_behind_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._settles_behind_backward = False
+        self.settle()
 
     def close(self) -> None:
         """Free the pools; may be called twice. A pool that still holds tensors is freed with the last of them."""

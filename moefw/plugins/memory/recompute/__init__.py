@@ -8,6 +8,7 @@ from attrs import frozen
 
 import moefw
 from moefw.core.plugin import MemoryPolicyPlugin
+from moefw.core.site import Site
 
 
 @frozen
@@ -17,6 +18,10 @@ class Recompute(MemoryPolicyPlugin):
     name: ClassVar[str] = "recompute"
     mechanism: ClassVar[str] = "recompute"
     runs_again: ClassVar[bool] = True
+
+    def offers(self, site: Site) -> moefw.Offers:
+        """Offers: the same regions run again at every step."""
+        return moefw.offers(replays=moefw.ANY)
 
     def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
         """Policy."""

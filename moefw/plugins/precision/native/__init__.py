@@ -14,8 +14,12 @@ from moefw.core.site import Site
 @frozen
 class _Native(PrecisionPlugin):
     def offers(self, site: Site) -> moefw.Offers:
-        """Offers: operands are plain tensors of the dtype; rows travel unpacked."""
-        return moefw.offers(operand=(self.name,), wire=(self.name,))
+        """Offers: operands are plain tensors of the dtype; rows travel unpacked.
+
+        torch multiplies groups of rows in fp32 one by one, and reads their sizes for it.
+        """
+        replays = moefw.ANY if self.name == "bf16" else ("never",)
+        return moefw.offers(operand=(self.name,), wire=(self.name,), replays=replays)
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         """Recipe."""

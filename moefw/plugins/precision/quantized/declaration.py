@@ -61,7 +61,8 @@ class LowPrecisionPlugin(PrecisionPlugin):
     def offers(self, site: Site) -> moefw.Offers:
         """Offers: operands are codes and scales, or dequantized to fp32."""
         operand = "fp32" if self.backend == "emulate" else self.codes
-        return moefw.offers(operand=(operand,), wire=self.wire)
+        replays = moefw.ANY if self.backend == "torch" else ("never",)
+        return moefw.offers(operand=(operand,), wire=self.wire, replays=replays)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Needs: whole blocks of rows, GEMMs that quantize for each pass, a GPU that multiplies codes."""

@@ -30,7 +30,7 @@ class Forced(RouterPlugin):
 
     def offers(self, site: Site) -> moefw.Offers:
         """Partition: a token's experts depend on its position in the micro-batch."""
-        return moefw.offers(partition=("micro_batch",))
+        return moefw.offers(partition=("micro_batch",), replays=moefw.ANY)
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Problem unless K different experts exist."""

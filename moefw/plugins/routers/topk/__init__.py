@@ -38,7 +38,7 @@ class TopK(Options, RouterPlugin):
             partition = "micro_batch"
         if self.capacity is not None:
             partition = self.capacity.over
-        return moefw.offers(partition=(partition,))
+        return moefw.offers(partition=(partition,), replays=moefw.ANY)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
         """Needs: padded rows for ``capacity.pad``, and a model that adds losses over all layers."""

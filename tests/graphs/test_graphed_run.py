@@ -1,0 +1,322 @@
+"""Steps that are replayed equal eager ones bit for bit, on the counted device; what a graph cannot hold is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moefw.core.errors import RunError
+from moefw.core.stages import Batch
+from moefw.runtime.naming import canonical_parameters
+from moefw.testing.host_waits import HostWaits, available
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.pool import RankPool
+from moefw.testing.suites.runs import global_batch, open_model, whole_model
+from moefw.testing.tape import TapeGraphs
+from moefw.training.engine import Engine
+from moefw.training.graphed_run import MOST, WARM_UP, GraphedRun
+from moefw.training.micro_batches import in_order
+from moefw.training.step_sums import Tally
+from pairwise import pairwise, quick
+
+pytestmark = pytest.mark.skipif(not available(), reason="this torch has no devices that are written in Python")
+
+SIZES = {"vocab_size": 64, "num_layers": 2, "num_dense_layers": 1, "shared_expert_dim": 16}
+MICRO_BATCHES = 2
+REPLAYS = 10
+STATIC = {"use": "alltoall", "rank_capacity": 1.5, "on_overflow": "rerun", "max_tokens": 64}
+STASH = {"use": "paged-stash", "regions": ["experts"], "factor": 1.1}
+"""A pool that is nearly full: a page that is not given back, or given back twice, shows at the next step."""
+
+Parts = Mapping[str, Any]
+ROUTING: Mapping[str, Parts] = {
+    "bias": {
+        "routing": {
+            "use": "topk",
+            "score": "sigmoid",
+            "balance": [{"kind": "expert_bias", "rate": 0.02}, {"kind": "aux_loss", "coeff": 0.01}],
+        }
+    },
+    "sequence": {"routing": {"use": "topk", "balance": [{"kind": "aux_loss", "coeff": 0.01, "over": "sequence"}]}},
+    "z-loss": {"routing": {"use": "topk", "balance": [{"kind": "z_loss", "coeff": 0.01}]}},
+    "quantile": {"routing": {"use": "topk", "score": "sigmoid", "balance": [{"kind": "quantile"}]}},
+    "whole model": {"routing": {"use": "topk", "balance": [{"kind": "aux_loss", "coeff": 0.01, "over": "model"}]}},
+    "capacity": {"routing": {"use": "topk", "capacity": {"factor": 1.0}}},
+    "forced": {"routing": {"use": "forced"}},
+}
+MODEL: Mapping[str, Parts] = {
+    "gqa": {},
+    "mla": {"attention": {"use": "mla", "num_heads": 2, "q_rank": 8, "kv_rank": 8, "nope_dim": 8, "rope_dim": 8}},
+    "two tokens ahead": {"model": {"mtp_layers": 1}},
+    "loss in chunks": {"model": {"loss_chunk": 4}},
+}
+MEMORY: Mapping[str, Parts] = {
+    "keep": {},
+    "recompute layers": {"memory": [{"use": "recompute", "regions": ["layer"]}]},
+    "recompute parts": {"memory": [{"use": "recompute", "regions": ["router", "moe_act", "mlp_norm", "dispatch"]}]},
+    "stash": {"memory": [STASH], "dispatch": STATIC},
+}
+DISPATCH: Mapping[str, Parts] = {
+    "alltoall": {},
+    "budget": {"dispatch": STATIC},
+    "allgather": {"dispatch": {"use": "allgather"}},
+    "deepep": {"dispatch": {"use": "deepep", "backend": "torch"}},
+    "hybridep": {"dispatch": {"use": "hybridep", "backend": "torch"}},
+}
+AMONG_RANKS: Mapping[str, Parts] = {
+    "data": {},
+    "experts": {"parallel": {"experts": {"ep": 2}}},
+    "experts, stashed": {"parallel": {"experts": {"ep": 2}}, "memory": [STASH]},
+    "matrices": {"parallel": {"dense": {"tp": 2}, "experts": {"etp": 2}}},
+    "sequences, exchanged": {
+        "parallel": {"dense": {"cp": 2}, "experts": {"ep": 2}},
+        "context_parallel": {"use": "ulysses"},
+    },
+    "sequences, around a ring": {
+        "parallel": {"dense": {"cp": 2}},
+        "context_parallel": {"use": "ring_attention"},
+    },
+    "sequences, gathered": {
+        "parallel": {"dense": {"cp": 2}},
+        "context_parallel": {"use": "allgather_kv"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Ranks of their own: the device stays registered in a process."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def case_of(world: int, *each: Parts) -> LayerCase:
+    parts: dict[str, Any] = {"precision": {"use": "bf16"}}
+    for some in each:
+        parts |= some
+    sizes = {**SIZES, **parts.pop("model", {})}
+    return whole_model(world, parts=parts, plugins=(), micro_batch=1, sizes=sizes)
+
+
+def untimed(section: str, *passes: object) -> nullcontext[None]:
+    return nullcontext()
+
+
+@dataclass(kw_only=True)
+class Opened:
+    """A model on the counted device, its run, and the batches of each step."""
+
+    case: LayerCase
+    is_graphed: bool
+    on_failure: Any = "stop"
+    told: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model, self.assembly, self.layout, self.shared = open_model(self.case)
+        self.waits = HostWaits()
+
+    def __enter__(self) -> Opened:
+        self.waits.__enter__()
+        self.waits.move(self.model)
+        self.graphs = TapeGraphs(self.waits)
+        self.run: Any = in_order(self.model)
+        if self.is_graphed:
+            parameters = self.model.parameters()
+            tell = self.told.append
+            self.run = GraphedRun(self.run, parameters, self.graphs, tell=tell, on_failure=self.on_failure)
+        self.scale = self.waits.on_device(torch.tensor(0.01))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.waits.__exit__(None, None, None)
+        self.shared.close()
+
+    def batches(self, step: int, count: int = MICRO_BATCHES) -> Sequence[Batch]:
+        own = global_batch(self.assembly, self.layout, step)[:count]
+        return [replace(self.waits.on_device(batch), loss_scale=self.scale) for batch in own]
+
+    def step(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
+        """Sums and gradients of a step, on the host."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        tally: Tally = self.run(batches, untimed)
+        values = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        values["loss"] = tally.loss
+        for number, layer in tally.layers.items():
+            values |= {f"{name} of layer {number}": value for name, value in layer.stats.items()}
+        return {name: self.waits.on_host(value) for name, value in values.items() if value is not None}
+
+
+def differing(case: LayerCase) -> tuple[list[str], list[str]]:
+    """What differs between eager and replayed steps, and the operators of the one graph."""
+    with Opened(case=case, is_graphed=False) as opened:
+        eager = [opened.step(opened.batches(step)) for step in range(WARM_UP + REPLAYS)]
+    with Opened(case=case, is_graphed=True) as opened:
+        replayed = [opened.step(opened.batches(step)) for step in range(WARM_UP + REPLAYS)]
+        (tape,) = opened.graphs.tapes
+    wrong = []
+    for step, (wanted, found) in enumerate(zip(eager, replayed, strict=True)):
+        assert wanted.keys() == found.keys()
+        wrong += [f"step {step}: {name}" for name in wanted if not torch.equal(wanted[name], found[name])]
+    return wrong, tape.operators
+
+
+def covering() -> list[Any]:
+    """Every two values of routing, model, memory and dispatch. ``make test`` runs as few as have every value."""
+    factors = (ROUTING, MODEL, MEMORY, DISPATCH)
+    names = [list(factor) for factor in factors]
+    longest = max(map(len, names))
+    in_quick = [tuple(each[turn % len(each)] for each in names) for turn in range(longest)]
+    in_pairs = [param.values for param in pairwise(*factors) if not param.marks]
+    more = [values for values in in_pairs if values not in in_quick]
+    return [*in_quick, *(pytest.param(*values, marks=pytest.mark.deep) for values in more)]
+
+
+@pytest.mark.parametrize(("routing", "model", "memory", "dispatch"), covering())
+def test_replayed_steps_have_the_bits_of_eager_ones(
+    ranks: RankPool, routing: str, model: str, memory: str, dispatch: str
+) -> None:
+    case = case_of(1, ROUTING[routing], MODEL[model], DISPATCH[dispatch], MEMORY[memory])
+    ((wrong, operators),) = ranks.run(differing, 1, case)
+    assert wrong == []
+    assert len(operators) > 500
+
+
+def collectives(operators: Sequence[str]) -> list[str]:
+    """Collectives among operators. Others may depend on the rank, such as those of its place in a sequence."""
+    return [operator for operator in operators if operator.startswith("c10d")]
+
+
+@pytest.mark.parametrize("way", quick(AMONG_RANKS, "experts, stashed", "sequences, around a ring"))
+def test_ranks_replay_the_same_collectives(ranks: RankPool, way: str) -> None:
+    (first, of_first), (second, of_second) = ranks.run(
+        differing, 2, case_of(2, {"dispatch": {**STATIC, "rank_capacity": 2.0}}, AMONG_RANKS[way])
+    )
+    assert first == second == []
+    assert collectives(of_first) == collectives(of_second)
+    assert (collectives(of_first) == []) == (way == "data"), "ranks that share nothing meet behind the graph"
+
+
+REFUSED: Mapping[str, tuple[int, Parts]] = {
+    "loop": (1, {"gemm": {"use": "loop"}}),
+    "fp32": (1, {"precision": {"use": "fp32"}}),
+    "fp8-blockwise, emulated": (1, {"precision": {"use": "fp8-blockwise", "backend": "emulate"}}),
+    "sinkhorn": (1, {"routing": {"use": "sinkhorn"}}),
+    "alltoall": (2, {}),
+    "allgather": (2, {"dispatch": {"use": "allgather"}}),
+    "deepep": (2, {"dispatch": {"use": "deepep", "backend": "torch"}}),
+    "hybridep": (2, {"dispatch": {"use": "hybridep", "backend": "torch"}}),
+    "a budget without max_tokens": (2, {"dispatch": {**STATIC, "max_tokens": None}}),
+    "padded rows": (2, {"routing": {"use": "topk", "capacity": {"factor": 1.0, "pad": True}}}),
+}
+
+
+def failing(case: LayerCase) -> str:
+    with Opened(case=case, is_graphed=True) as opened:
+        try:
+            for step in range(WARM_UP + 1):
+                opened.step(opened.batches(step))
+        except RunError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("way", quick(REFUSED, "loop", "sinkhorn", "alltoall", "a budget without max_tokens"))
+def test_what_resolve_refuses_waits_for_values(ranks: RankPool, way: str) -> None:
+    world, parts = REFUSED[way]
+    shared = {"parallel": {"experts": {"ep": 2}}} if world == 2 else {}
+    for told in ranks.run(failing, world, case_of(world, shared, parts)):
+        assert "a step cannot be captured as a graph: a graph holds no wait of the host" in told
+        assert ".py:" in told
+        assert "Use train.graphs: none, or train.on_failed_capture: eager" in told
+
+
+def going_on() -> tuple[bool, list[str]]:
+    case = case_of(1, {"gemm": {"use": "loop"}})
+    with Opened(case=case, is_graphed=False) as opened:
+        eager = [opened.step(opened.batches(step)) for step in range(WARM_UP + 2)]
+    with Opened(case=case, is_graphed=True, on_failure="eager") as opened:
+        found = [opened.step(opened.batches(step)) for step in range(WARM_UP + 2)]
+    same = all(torch.equal(a[name], b[name]) for a, b in zip(eager, found, strict=True) for name in a)
+    return same, opened.told
+
+
+def test_a_run_goes_on_without_graphs_if_it_is_asked_to(ranks: RankPool) -> None:
+    ((same, told),) = ranks.run(going_on, 1)
+    assert same
+    (line,) = told
+    assert line.startswith("a step cannot be captured as a graph: ")
+    assert line.endswith("; the run goes on without graphs")
+
+
+def other_shapes() -> tuple[list[int], list[str]]:
+    """The number of graphs after each kind of step, each run often enough to be captured."""
+    counts = []
+    with Opened(case=case_of(1), is_graphed=True) as opened:
+        for micro_batches in (2, 1, 3, 2):
+            for step in range(WARM_UP + 2):
+                opened.step(opened.batches(step, micro_batches))
+            counts.append(len(opened.graphs.tapes))
+        opened.step([replace(batch, dropless=True) for batch in opened.batches(0)])
+        counts.append(len(opened.graphs.tapes))
+    return counts, opened.told
+
+
+def test_two_shapes_are_captured_and_the_third_is_told_once(ranks: RankPool) -> None:
+    ((counts, told),) = ranks.run(other_shapes, 1)
+    assert counts == [1, 2, 2, 2, 2]
+    assert told == [f"steps have more than {MOST} shapes of micro-batches: those of the others run without a graph"]
+
+
+def trained(case: LayerCase, is_graphed: bool) -> dict[str, Tensor]:
+    """Parameters, state and losses after some steps of an engine."""
+    model, assembly, layout, shared = open_model(case)
+    with HostWaits() as waits:
+        waits.move(model)
+        graphs = TapeGraphs(waits) if is_graphed else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        engine = Engine(model, optimizer, layout, clip_norm=1.0, graphs=graphs)
+        losses = []
+        for step in range(WARM_UP + REPLAYS):
+            own = global_batch(assembly, layout, step)[:MICRO_BATCHES]
+            losses.append(engine.step([waits.on_device(batch) for batch in own], 0.1, untimed).loss)
+        assert graphs is None or len(graphs.tapes) == 1
+        found = {piece.name: waits.on_host(piece.of(piece.parameter.detach())) for piece in canonical_parameters(model)}
+        found |= {name: waits.on_host(value) for name, value in model.named_buffers() if value is not None}
+    shared.close()
+    return {**found, "losses": torch.tensor(losses)}
+
+
+def apart(case: LayerCase) -> list[str]:
+    eager, replayed = (trained(case, is_graphed) for is_graphed in (False, True))
+    return [name for name in eager if not torch.equal(eager[name], replayed[name])]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_replays_its_steps_trains_the_same_weights(ranks: RankPool, world: int) -> None:
+    shared = {"parallel": {"experts": {"ep": 2}}, "dispatch": {**STATIC, "rank_capacity": 2.0}} if world == 2 else {}
+    assert ranks.run(apart, world, case_of(world, ROUTING["bias"], shared)) == [[]] * world
+
+
+class _NoMemory:
+    """Graphs of a device that has no memory for one."""
+
+    def capture(self, function: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+
+def test_a_lack_of_memory_is_told_as_one() -> None:
+    layer = nn.Linear(2, 2)
+    batch = Batch(ids_BS=torch.zeros(1, 2, dtype=torch.int64), labels_BS=torch.zeros(1, 2, dtype=torch.int64))
+    run = GraphedRun(lambda *_: Tally(torch.device("cpu")), layer.parameters(), _NoMemory(), tell=print)
+    for _ in range(WARM_UP):
+        run([batch], untimed)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        run([batch], untimed)
