@@ -36,6 +36,7 @@ import record
 
 ROOT = Path(__file__).parent.parent
 CARRIED = ROOT / ".offline"
+PACKAGES = Path(torch.__file__).parents[1]
 LIMIT_S = 480
 TOLD = 6000
 """Characters to keep from the end of a part's output."""
@@ -149,8 +150,15 @@ def perform(part: Part, scratch: Path, *, dry: bool) -> dict[str, Any]:
             "seconds": round(time.monotonic() - began, 1),
             "gpu": typical(readings),
             "measured": {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("results/*.json")},
-            "said": output.read()[-TOLD:],
+            "said": without_places(output.read(), scratch)[-TOLD:],
         }
+
+
+def without_places(text: str, scratch: Path) -> str:
+    """Return a text whose paths begin where the project, the packages or the scratch folder do."""
+    for place, name in ((scratch, "SCRATCH"), (PACKAGES, "PACKAGES"), (ROOT, ".")):
+        text = text.replace(str(place), name)
+    return text
 
 
 def watch(process: subprocess.Popen[bytes], until: float) -> tuple[list[dict[str, float]], bool]:

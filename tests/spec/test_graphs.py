@@ -102,6 +102,12 @@ def test_a_step_that_no_graph_holds_has_its_reason(case: str) -> None:
     assert "train.graphs" in told
 
 
+def test_the_digest_differs_with_graphs() -> None:
+    specs = ({"precision": {"use": "bf16"}, "train": {"graphs": graphs}} for graphs in ("none", "step"))
+    first, second = (assemble_tree(spec, Marks("spec"), defaults=defaults(), machine=GPU).digest() for spec in specs)
+    assert first != second
+
+
 def test_a_cpu_has_no_graphs() -> None:
     (told,) = complaints({}, Machine())
     assert "train.graphs: step needs device cuda: PyTorch has graphs of CUDA GPUs only; this machine offers cpu" in told

@@ -348,6 +348,8 @@ class TestResolvedSpec:
             "run.device": "cpu",
             "train.packing": "static",
             "train.on_full_disk": "continue",
+            "train.graphs": None,  # not on a CPU: tests/spec/test_graphs.py
+            "train.on_failed_capture": "eager",
             "run.observers": ["wsd"],
             "train.tokens_per_step": 16384,
             "train.on_bad_step": "skip",
