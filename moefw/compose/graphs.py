@@ -19,8 +19,8 @@ OFF: Final = "Use train.graphs: none."
 
 
 @frozen
-class Graphs:
-    """The asker in an error, in the place of a part."""
+class Asker:
+    """What asks for graphs, named in an error as a part is."""
 
     name: str = "train.graphs: step"
 

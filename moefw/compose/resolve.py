@@ -15,7 +15,7 @@ from moefw.compose.advice import advised
 from moefw.compose.assembly import Assembly, ChosenPlugins, LayerAssembly
 from moefw.compose.batches import batch_problems
 from moefw.compose.fitting import RULES, match, offers_of, silence
-from moefw.compose.graphs import Graphs, aligned_rows_problems, graph_needs, graph_problems
+from moefw.compose.graphs import Asker, aligned_rows_problems, graph_needs, graph_problems
 from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
 from moefw.compose.routes import route_problems
@@ -178,7 +178,7 @@ class _Resolution:
         """Sections of the spec that choose a part, or none as ``memory`` may."""
         self.unread: set[str] = set()
         """Those of which a part could not be read."""
-        self.graph_needs: list[Need] = []
+        self.graph_demands: list[tuple[_Placed, Need]] = []
         self.cause: Exception | None = None
 
     def tell(self, path: KeyPath, problem: Problem, kind: type[MoefwError] = PlanError) -> None:
@@ -409,12 +409,13 @@ class _Resolution:
         """Let ``train.graphs`` ask for what its graphs need, where the spec is one to train with."""
         with self.asking(("train", "graphs")):
             if trains and layout is not None and train.graphs == "step":
-                self.graph_needs = graph_needs(layout)
+                asker = _Placed(("train",), Asker())
+                self.graph_demands = [(asker, need) for need in graph_needs(layout)]
 
     def check_graphs(self, layout: LayoutPlan, train: TrainSpec, layers: Mapping[int, LayerAssembly]) -> None:
         """Report why steps are not replayed, beside what parts offer."""
         pipeline = self._find("pipeline")
-        if self.graph_needs and pipeline:
+        if self.graph_demands and pipeline:
             with self.asking(("train", "graphs")):
                 facts = [layer.facts for layer in layers.values()]
                 for problem in (*graph_problems(train, layout, pipeline.part), *aligned_rows_problems(facts)):
@@ -507,7 +508,7 @@ class _Resolution:
                     if need.fact == "package" and here.machine.has_package(need.value):
                         packages.append(need.value)
                     demands.append((placed, need))
-        demands += [(_Placed(("train",), Graphs()), need) for need in self.graph_needs]
+        demands += self.graph_demands
         capability = (here.machine.capability,) if here.machine.capability else ANY
         has = offers(device=(here.machine.device,), capability=capability, package=tuple(packages))
         promises.append(("this machine", has))

@@ -55,6 +55,10 @@ PARTS: Mapping[str, tuple[Mapping[str, Any], str]] = {
         {"dispatch": STATIC, "precision": {"use": "mxfp8", "backend": "emulate"}},
         "mxfp8 offers never",
     ),
+    "not seen on a GPU": (
+        {"dispatch": STATIC, "precision": {"use": "fp8-tensor", "backend": "torch"}},
+        "fp8-tensor offers never",
+    ),
     "sinkhorn": ({"routing": {"use": "sinkhorn"}}, "sinkhorn offers never"),
     "flex": ({"attention": {"use": "gqa", "kernel": "flex"}}, "gqa offers never"),
     "offload": ({"memory": [{"use": "offload", "regions": ["attn_norm"]}]}, "offload offers never"),

@@ -43,6 +43,9 @@ class LowPrecisionPlugin(PrecisionPlugin):
     gpus: ClassVar[Gpus]
     """GPUs on which torch multiplies the codes."""
 
+    replays: ClassVar[bool] = False
+    """Whether a graph of a step with ``backend: torch`` was seen to replay with the bits of an eager step."""
+
     backend: Literal["emulate", "torch", "te"]
     """Implementation of the products.
 
@@ -61,7 +64,7 @@ class LowPrecisionPlugin(PrecisionPlugin):
     def offers(self, site: Site) -> moefw.Offers:
         """Offers: operands are codes and scales, or dequantized to fp32."""
         operand = "fp32" if self.backend == "emulate" else self.codes
-        replays = moefw.ANY if self.backend == "torch" else ("never",)
+        replays = moefw.ANY if self.replays and self.backend == "torch" else ("never",)
         return moefw.offers(operand=(operand,), wire=self.wire, replays=replays)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:

@@ -27,6 +27,7 @@ class FP8Blockwise(QuantizedPlugin):
     wire: ClassVar[tuple[str, ...]] = ("bf16", "fp8")
     row_scales: ClassVar[tuple[str, ...]] = ("input", "grad")
     gpus: ClassVar[Gpus] = BLOCKS_OF_128
+    replays: ClassVar[bool] = True
 
     scales: Literal["power_of_two", "fp32"] = "power_of_two"
     """Scales: ``power_of_two``, rounded down as in Transformer Engine's default, or exact ``fp32``."""
