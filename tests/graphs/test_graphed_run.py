@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from moefw.core.errors import RunError
 from moefw.core.stages import Batch
@@ -31,8 +32,14 @@ SIZES = {"vocab_size": 64, "num_layers": 2, "num_dense_layers": 1, "shared_exper
 MICRO_BATCHES = 2
 REPLAYS = 10
 STATIC = {"use": "alltoall", "rank_capacity": 1.5, "on_overflow": "rerun", "max_tokens": 64}
-STASH = {"use": "paged-stash", "regions": ["experts"], "factor": 1.1}
-"""A pool that is nearly full: a page that is not given back, or given back twice, shows at the next step."""
+STASH = {"use": "paged-stash", "regions": ["experts"], "factor": 1.5, "page_rows": 4}
+"""A pool that is nearly full, of which ranks that share experts take another number of pages at every step.
+
+A page that is not given back, or given back twice, shows at one of the next steps.
+"""
+
+SHARING_PAGES = {"num_layers": 4}
+"""Three layers whose rows are in the pages of a pool at the same time."""
 
 Parts = Mapping[str, Any]
 ROUTING: Mapping[str, Parts] = {
@@ -60,7 +67,7 @@ MEMORY: Mapping[str, Parts] = {
     "keep": {},
     "recompute layers": {"memory": [{"use": "recompute", "regions": ["layer"]}]},
     "recompute parts": {"memory": [{"use": "recompute", "regions": ["router", "moe_act", "mlp_norm", "dispatch"]}]},
-    "stash": {"memory": [STASH], "dispatch": STATIC},
+    "stash": {"memory": [STASH], "dispatch": STATIC, "model": SHARING_PAGES},
 }
 DISPATCH: Mapping[str, Parts] = {
     "alltoall": {},
@@ -72,7 +79,7 @@ DISPATCH: Mapping[str, Parts] = {
 AMONG_RANKS: Mapping[str, Parts] = {
     "data": {},
     "experts": {"parallel": {"experts": {"ep": 2}}},
-    "experts, stashed": {"parallel": {"experts": {"ep": 2}}, "memory": [STASH]},
+    "experts, stashed": {"parallel": {"experts": {"ep": 2}}, "memory": [STASH], "model": SHARING_PAGES},
     "matrices": {"parallel": {"dense": {"tp": 2}, "experts": {"etp": 2}}},
     "sequences, exchanged": {
         "parallel": {"dense": {"cp": 2}, "experts": {"ep": 2}},
@@ -99,9 +106,10 @@ def ranks() -> Iterator[RankPool]:
 
 def case_of(world: int, *each: Parts) -> LayerCase:
     parts: dict[str, Any] = {"precision": {"use": "bf16"}}
+    sizes = dict(SIZES)
     for some in each:
         parts |= some
-    sizes = {**SIZES, **parts.pop("model", {})}
+        sizes |= parts.pop("model", {})
     return whole_model(world, parts=parts, plugins=(), micro_batch=1, sizes=sizes)
 
 
@@ -202,6 +210,34 @@ def test_ranks_replay_the_same_collectives(ranks: RankPool, way: str) -> None:
     assert first == second == []
     assert collectives(of_first) == collectives(of_second)
     assert (collectives(of_first) == []) == (way == "data"), "ranks that share nothing meet behind the graph"
+
+
+def read_from_outside(case: LayerCase) -> list[tuple[int, ...]]:
+    """Shapes of what a graph reads, and neither makes nor finds in the model or in its own batches."""
+    with Opened(case=case, is_graphed=True) as opened:
+        for step in range(WARM_UP + 1):
+            opened.step(opened.batches(step))
+        (tape,) = opened.graphs.tapes
+        (captured,) = opened.run._captured.values()
+        held = [*opened.model.parameters(), *opened.model.buffers(), *tree_leaves([*captured.batches])]
+        known = {storage(getattr(tensor, "held", tensor)) for tensor in held if isinstance(tensor, Tensor)}
+        return [tuple(tensor.shape) for tensor in tape.made_outside() if storage(tensor) not in known]
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def test_a_graph_reads_the_model_and_its_own_batches_alone(ranks: RankPool) -> None:
+    assert ranks.run(read_from_outside, 1, case_of(1, ROUTING["bias"], MEMORY["recompute parts"])) == [[]]
+
+
+def test_a_graph_keeps_the_pages_of_a_stash_from_step_to_step(ranks: RankPool) -> None:
+    (found,) = ranks.run(read_from_outside, 1, case_of(1, MEMORY["stash"]))
+    counters, ring, pages = found[:3]
+    assert counters == (2, 2)
+    assert ring == pages[:1]
+    assert len(found) == 3 * 2, "the inputs of both projections have pools"
 
 
 REFUSED: Mapping[str, tuple[int, Parts]] = {

@@ -1,4 +1,4 @@
-"""Pool operations in plain PyTorch, for host memory."""
+"""Pool operations in plain PyTorch, for host memory. No shape depends on a value, as in the kernels."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ def take(pages: Pages, num_rows: Tensor, max_rows: int) -> tuple[Tensor, Tensor]
 
 def store(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor) -> None:
     """Implement ``moefw_kernels.paged_copy.store``."""
-    for memory, rows, places in _sides(pages, table, num_rows, len(rows_RC)):
-        memory.flatten(0, 1)[places] = rows_RC[rows]
+    for memory, is_there, place in _sides(pages, table, num_rows, len(rows_RC)):
+        places = memory.flatten(0, 1)
+        # The row that each place gets, -1: none. Rows without a place there go behind the last one.
+        row_of_place = place.new_full((len(places) + 1,), -1)
+        row_of_place[place.where(is_there, len(places))] = torch.arange(len(rows_RC), device=place.device)
+        row_of_place = row_of_place[:-1]
+        found = rows_RC[row_of_place.clamp_min(0)]
+        places.copy_(torch.where((row_of_place >= 0).unsqueeze(1), found, places))
 
 
 def load(pages: Pages, table: Tensor, num_rows: Tensor, into: Tensor) -> None:
     """Implement ``moefw_kernels.paged_copy.load``."""
-    for memory, rows, places in _sides(pages, table, num_rows, len(into)):
-        into[rows] = memory.flatten(0, 1)[places]
+    for memory, is_there, place in _sides(pages, table, num_rows, len(into)):
+        places = memory.flatten(0, 1)
+        found = places[place.where(is_there, 0)]
+        into.copy_(torch.where(is_there.unsqueeze(1), found, into))
 
 
 def free(pages: Pages, table: Tensor) -> None:
@@ -40,7 +48,10 @@ def free(pages: Pages, table: Tensor) -> None:
     taken = (table >= 0).sum()
     number = torch.arange(len(table), device=table.device)
     place = _places(pages, number, near, side=1)
-    pages.ring[place[table >= 0]] = table[table >= 0]
+    # Entries without a page go behind the last place.
+    longer = torch.cat([pages.ring, pages.ring[:1]])
+    longer[place.where(table >= 0, len(pages.ring))] = table
+    pages.ring.copy_(longer[:-1])
     pages.counters[:, 1] += torch.stack([near, taken - near])
 
 
@@ -57,14 +68,15 @@ def _places(pages: Pages, number: Tensor, near: Tensor, *, side: int) -> Tensor:
 
 
 def _sides(pages: Pages, table: Tensor, num_rows: Tensor, max_rows: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return, for the near and the far memory, the rows that have a page there and their positions in it."""
+    """Return, for each memory that has pages, whether a row has one there, and its position in it."""
     row = torch.arange(max_rows, device=table.device)
     page = table.repeat_interleave(pages.page_rows)[:max_rows].where(row < num_rows, -1)
     place = row % pages.page_rows
     num_near = len(pages.near)
-    near = (page >= 0) & (page < num_near)
-    far = page >= num_near
-    return [
-        (pages.near, row[near], page[near] * pages.page_rows + place[near]),
-        (pages.far, row[far], (page[far] - num_near) * pages.page_rows + place[far]),
+    is_near = (page >= 0) & (page < num_near)
+    is_far = page >= num_near
+    sides = [
+        (pages.near, is_near, page * pages.page_rows + place),
+        (pages.far, is_far, (page - num_near) * pages.page_rows + place),
     ]
+    return [side for side in sides if len(side[0])]

@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moefw.core.contracts import MemoryPolicy
 from moefw.plugins.memory.paged_stash.stash import Held, Kind, Stash
@@ -82,7 +83,8 @@ class _Call:
 
     def _holds_rows(self, tensor: Tensor) -> bool:
         """Whether a tensor is plain memory with the static number of rows, and no view of a parameter."""
-        if type(tensor) is not Tensor and not without_memory():
+        is_wrapper = isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor)
+        if is_wrapper and not without_memory():
             return False
         if tensor.layout is not torch.strided or tensor.itemsize not in BITS:
             return False
