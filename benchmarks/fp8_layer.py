@@ -10,7 +10,6 @@ multiply is named and left out.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -27,7 +26,7 @@ from moefw.core.contracts import Precision
 from moefw.core.records import Pass, Role, RowGroups
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, MXFP8, NVFP4, TENSORS, Gpus
 from moefw.runtime.compute.grouped_mm import grouped_mm
-from timing import device_to_measure, race
+from timing import device_to_measure, race, racing
 
 RECIPES: Mapping[str, Gpus] = {"fp8-blockwise": BLOCKS_OF_128, "fp8-tensor": TENSORS, "mxfp8": MXFP8, "nvfp4": NVFP4}
 WARM_UP = 5
@@ -42,10 +41,8 @@ DEEPSEEK = Shape(tokens=8192, dim=7168, expert_dim=2048, num_experts=8, top_k=2)
 
 def main() -> None:
     """Measure each recipe, and write them to ``fp8_layer.json`` one by one. Exits with 1 if products are wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser = racing(__doc__, rounds=30)
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--dry", action="store_true")
     given = parser.parse_args()
     device = device_to_measure(dry=given.dry)
     found: dict[str, Any] = {}

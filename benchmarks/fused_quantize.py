@@ -8,7 +8,6 @@ alternate; a time is the median over rounds.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
@@ -25,7 +24,7 @@ from moefw_kernels.permute_quantize import permute_quantize
 from moefw_kernels.quantize import Quantized, Scales, quantize_rows
 from moefw_kernels.swiglu import weighted_swiglu
 from moefw_kernels.swiglu_quantize import swiglu_quantize
-from timing import device_to_measure, race
+from timing import device_to_measure, race, racing
 
 WARM_UP = 5
 Way = Callable[[], Quantized]
@@ -33,10 +32,7 @@ Way = Callable[[], Quantized]
 
 def main() -> None:
     """Measure, print and write ``fused_quantize.json``. Exits with 1 if bits differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--dry", action="store_true")
-    given = parser.parse_args()
+    given = racing(__doc__, rounds=30).parse_args()
     measured = measure(device_to_measure(dry=given.dry), TINY if given.dry else DEEPSEEK, given.rounds)
     for row in measured["rows"]:
         ms = row["ms"]

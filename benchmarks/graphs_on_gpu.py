@@ -11,7 +11,6 @@ over rounds. ``pool`` is what the allocator holds for the graph. Exits with 1 if
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ from moefw.core.stages import Batch
 from moefw.runtime.graphs import CudaGraphs
 from moefw.training.engine import Engine
 from moefw.training.graphed_run import WARM_UP
-from timing import device_to_measure, race
+from timing import device_to_measure, race, racing
 
 REPLAYS: Final = 10
 QUICKSTART: Final = {
@@ -149,10 +148,7 @@ def reserved() -> int:
 
 def main() -> None:
     """Measure each way, print it and write ``graphs_on_gpu.json`` after each. Exits with 1 if a bit differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--dry", action="store_true")
-    given = parser.parse_args()
+    given = racing(__doc__, rounds=20).parse_args()
     device = device_to_measure(dry=given.dry)
     found: dict[str, Any] = {}
     for way, (spec, shape) in WAYS.items():

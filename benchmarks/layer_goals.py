@@ -9,7 +9,6 @@ Qwen3-30B-A3B, of a 30B model with 256 narrow experts, and of a 120B model with 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ import record
 import traced
 from moe_layer import TINY, Layer, Shape, off
 from moefw.runtime.compute.weights import shared_by_micro_batches
-from timing import device_to_measure, race
+from timing import device_to_measure, race, racing
 
 BF16 = {"use": "bf16"}
 SHAPES = {
@@ -50,10 +49,8 @@ WARM_UP = 3
 
 def main() -> None:
     """Measure the parts in order, and write ``layer_goals.json`` after each. Exits with 1 if one fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser = racing(__doc__, rounds=10)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--dry", action="store_true")
     given = parser.parse_args()
     run = Run(dry=given.dry, rounds=given.rounds)
     errors = run.errors()

@@ -8,7 +8,6 @@ forward and backward. Gradients are compared first, bit for bit: copies change n
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
@@ -25,7 +24,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.core.stages import Batch
-from timing import device_to_measure, race
+from timing import device_to_measure, race, racing
 
 REGIONS = ["attn_norm", "mlp_norm"]
 OFFLOAD = [{"use": "offload", "regions": REGIONS}]
@@ -72,10 +71,7 @@ class Step:
 
 def main() -> None:
     """Compare, measure, print and write ``offload_overlap.json``. Exits with 1 if gradients differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--dry", action="store_true")
-    given = parser.parse_args()
+    given = racing(__doc__, rounds=20).parse_args()
     device = device_to_measure(dry=given.dry)
     memory = [{**OFFLOAD[0], "min_bytes": 1}] if given.dry else OFFLOAD
     steps = {"kept": Step([], device, dry=given.dry), "offloaded": Step(memory, device, dry=given.dry)}

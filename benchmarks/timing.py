@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -13,6 +14,14 @@ import torch
 from moefw.training.host_pages import KEEP_PAGES
 
 Way = Callable[[], object]
+
+
+def racing(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark whose ways race: its rounds, and ``--dry``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--dry", action="store_true", help="small shapes on a CPU")
+    return parser
 
 
 def device_to_measure(*, dry: bool) -> torch.device:

@@ -24,10 +24,12 @@ from moefw.training.step_sums import Tally
 
 WARM_UP: Final = 3
 """Steps of a shape that run eagerly first: they tune kernels, and open communicators."""
-MOST: Final = 2
+MOST_SHAPES: Final = 2
 """The most shapes that are captured. Others run eagerly."""
 SECTION: Final = "graph"
 """The section of a clock in which a replay counts."""
+OnFailure = Literal["stop", "eager"]
+"""Reaction to a step that cannot be captured: end the run, or go on without graphs."""
 
 
 @frozen(eq=False)
@@ -38,10 +40,6 @@ class _Captured:
     batches: Sequence[Batch]
     tally: Tally
     gradients: Sequence[tuple[nn.Parameter, Tensor]]
-
-
-OnFailure = Literal["stop", "eager"]
-"""Reaction to a step that cannot be captured: end the run, or go on without graphs."""
 
 
 @final
@@ -70,7 +68,7 @@ class GraphedRun:
         self._failed = False
         self._seen: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, _Captured] = {}
-        self._told = False
+        self._has_told_of_shapes = False
 
     def __call__(self, batches: Sequence[Batch], clock: Clock) -> Tally:
         """Accumulate the gradients of all batches, and return the sums of this rank."""
@@ -95,11 +93,13 @@ class GraphedRun:
         self._seen[shape] += 1
         if self._seen[shape] <= WARM_UP:
             return False
-        if len(self._captured) < MOST:
+        if len(self._captured) < MOST_SHAPES:
             return True
-        if not self._told:
-            self._told = True
-            self._tell(f"steps have more than {MOST} shapes of micro-batches: those of the others run without a graph")
+        if not self._has_told_of_shapes:
+            self._has_told_of_shapes = True
+            self._tell(
+                f"steps have more than {MOST_SHAPES} shapes of micro-batches: those of the others run without a graph"
+            )
         return False
 
     def _capture(self, batches: Sequence[Batch]) -> _Captured | None:
@@ -111,7 +111,7 @@ class GraphedRun:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            what = f"a step cannot be captured as a graph: {_told(error)}"
+            what = f"a step cannot be captured as a graph: {_cause(error)}"
             if self._on_failure == "stop":
                 fix = "Use train.graphs: none, or train.on_failed_capture: eager to go on without graphs."
                 raise RunError(f"{what}.", fix) from error
@@ -151,7 +151,7 @@ def _shape_of(value: Any) -> Hashable:
     return repr(value)
 
 
-def _told(error: RuntimeError) -> str:
+def _cause(error: RuntimeError) -> str:
     """The first line of an error, and the place in our code, or a plugin's, that it comes from.
 
     Of several errors, each while the one before it was handled: those of the first. The others say that it happened.

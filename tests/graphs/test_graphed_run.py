@@ -21,7 +21,7 @@ from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.tape import TapeGraphs
 from moefw.training.engine import Engine
-from moefw.training.graphed_run import MOST, WARM_UP, GraphedRun
+from moefw.training.graphed_run import MOST_SHAPES, WARM_UP, GraphedRun
 from moefw.training.micro_batches import in_order
 from moefw.training.step_sums import Tally
 from pairwise import pairwise, quick
@@ -308,7 +308,9 @@ def other_shapes() -> tuple[list[int], list[str]]:
 def test_two_shapes_are_captured_and_the_third_is_told_once(ranks: RankPool) -> None:
     ((counts, told),) = ranks.run(other_shapes, 1)
     assert counts == [1, 2, 2, 2, 2]
-    assert told == [f"steps have more than {MOST} shapes of micro-batches: those of the others run without a graph"]
+    assert told == [
+        f"steps have more than {MOST_SHAPES} shapes of micro-batches: those of the others run without a graph"
+    ]
 
 
 def trained(case: LayerCase, is_graphed: bool) -> dict[str, Tensor]:

@@ -26,12 +26,11 @@ def store(rows_RC: Tensor, pages: Pages, table: Tensor, num_rows: Tensor) -> Non
     """Implement ``moefw_kernels.paged_copy.store``."""
     for memory, is_there, place in _sides(pages, table, num_rows, len(rows_RC)):
         places = memory.flatten(0, 1)
-        # The row that each place gets, -1: none. Rows without a place there go behind the last one.
-        row_of_place = place.new_full((len(places) + 1,), -1)
-        row_of_place[place.where(is_there, len(places))] = torch.arange(len(rows_RC), device=place.device)
-        row_of_place = row_of_place[:-1]
-        found = rows_RC[row_of_place.clamp_min(0)]
-        places.copy_(torch.where((row_of_place >= 0).unsqueeze(1), found, places))
+        # Rows without a place there repeat what one with a place writes; if none has, what the first place holds.
+        one = is_there.int().argmax(0, keepdim=True)
+        same_place = place[one].where(is_there[one], 0)
+        same_row = torch.where(is_there[one].unsqueeze(1), rows_RC[one], places[:1])
+        places[place.where(is_there, same_place)] = torch.where(is_there.unsqueeze(1), rows_RC, same_row)
 
 
 def load(pages: Pages, table: Tensor, num_rows: Tensor, into: Tensor) -> None:
