@@ -32,8 +32,11 @@ def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(result))
         return 0
-    bits = result["eval_bits_per_byte"]
     nats = result["eval_loss"]
+    if "eval_bits_per_byte" not in result:
+        click.echo(f"step {step}: {nats:.4f} nats a token of held-out text, of the tokens that are to be predicted")
+        return 0
+    bits = result["eval_bits_per_byte"]
     click.echo(f"step {step}: {bits:.4f} bits a byte of held-out text ({nats:.4f} nats a token)")
     click.echo(f"zlib -9 needs {result['zlib_bits_per_byte']:.4f}")
     return 0

@@ -34,6 +34,14 @@ class TokenStream(ABC):
         """
         return None
 
+    def trained(self, start: int, count: int) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """Whether each of ``count`` tokens from ``start`` is one to predict, such as those of answers; bool.
+
+        Other tokens, such as those of prompts, are read, routed and seen like these, and have no loss. None, whatever
+        the range: all tokens of the stream are to be predicted.
+        """
+        return None
+
 
 class DataSource(ABC):
     """Prepared data: tokens to train on, tokens held out, and the tokenizer between text and ids.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moefw.core.errors import Problem
     from moefw.core.site import Site
 
-API_VERSION = "3.2"
+API_VERSION = "3.3"
 """Version of the hook interface. A plugin's ``moefw_api = ">=3,<4"`` is checked against it before use."""
 
 UPGRADE_PAGE: Final = "docs/guides/upgrade.md"

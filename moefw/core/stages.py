@@ -33,14 +33,19 @@ def stage(cls: type[T_]) -> type[T_]:
 class Batch:
     """A micro-batch.
 
-    ``loss_scale`` is 1 / (valid tokens of the global batch), an fp32 scalar. Losses are sums over tokens times
-    ``loss_scale``, so gradients are plain sums over micro-batches and ranks.
+    ``loss_scale`` is 1 / (tokens with a loss in the global batch), an fp32 scalar. Losses are sums over these tokens
+    times ``loss_scale``, so gradients are plain sums over micro-batches and ranks.
     """
 
     ids_BS: Tensor
     labels_BS: Tensor
     mask_BS: Tensor | None = None
     """bool, False for padding tokens, which are not routed and have no loss. None: all tokens are valid."""
+    loss_mask_BS: Tensor | None = None
+    """bool, False for tokens whose label is not trained on, such as those of a prompt. They are routed and seen like
+    others. None: all valid tokens have a loss."""
+    trained_share: Tensor | None = None
+    """(tokens with a loss) / (valid tokens), both of the global batch, an fp32 scalar. None: 1. See ``aux_scale``."""
     positions_BS: Tensor | None = None
     """int64: positions for rotary embeddings. None: from 0 on in each sequence."""
     documents_BS: Tensor | None = None
@@ -73,6 +78,20 @@ class Batch:
     def own(self, whole_T: Tensor) -> Tensor:
         """Values of this rank's tokens, from those of all flattened tokens."""
         return whole_T if self.part is None else self.part.of(whole_T)
+
+    @property
+    def aux_scale(self) -> Tensor | None:
+        """Scale of auxiliary losses, fp32: 1 / (valid tokens of the global batch), also of those without a loss.
+
+        None outside training.
+        """
+        if self.loss_scale is None or self.trained_share is None:
+            return self.loss_scale
+        return self.loss_scale * self.trained_share
+
+    def over_trained(self, sum_of_valid: Tensor) -> Tensor:
+        """Sum over tokens with a loss that has the mean of ``sum_of_valid``, a sum over all valid tokens."""
+        return sum_of_valid if self.trained_share is None else sum_of_valid * self.trained_share
 
     @property
     def row_places(self) -> Tensor:
@@ -152,7 +171,7 @@ class Routing:
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     """Summed over the global batch by the engine: at least ``tokens_per_expert`` (E), fp32. Scalars become metrics."""
     aux_losses: Mapping[str, Tensor] = field(default_factory=dict)
-    """Detached, for metrics: sums over tokens, which the engine divides by the valid tokens of the global batch."""
+    """Detached, for metrics: sums over tokens, of which means over the valid tokens of the global batch are made."""
     pooled: Mapping[str, Tensor] = field(default_factory=dict)
     """With their graph, in training: what losses over all MoE layers need of this one. See ``Router.over_layers``."""
     choices_TK: Tensor | None = None
@@ -233,6 +252,7 @@ class LayerStats:
 
     stats: Mapping[str, Tensor]
     aux_losses: Mapping[str, Tensor]
+    """Of :class:`Routing`, times ``Batch.trained_share``: as sums over the tokens with a loss."""
     expert_ids_TK: Tensor
     """For ``Batch.routes``, to replay this routing. Choices before a capacity, which drops the same ones again."""
 
@@ -242,7 +262,7 @@ class Output:
     """Result of a model's forward, for this rank's part of a micro-batch."""
 
     loss_sum: Tensor
-    """fp32, summed over this rank's valid tokens."""
+    """fp32, summed over this rank's tokens with a loss."""
     num_tokens: Tensor
     """Number of these tokens."""
     layers: Mapping[int, LayerStats]

@@ -57,10 +57,12 @@ class MTPBlock(MoEBlock):
 
 
 def labels_of_next(batch: Batch) -> Tensor:
-    """Label of each token, ``(B, S)``; -100 (no loss) for padding."""
-    if batch.mask_BS is None:
-        return batch.labels_BS
-    return batch.labels_BS.masked_fill(~batch.mask_BS, IGNORED)
+    """Label of each token, ``(B, S)``; -100 (no loss) for padding, and where it is not trained on."""
+    labels_BS = batch.labels_BS
+    for mask_BS in (batch.mask_BS, batch.loss_mask_BS):
+        if mask_BS is not None:
+            labels_BS = labels_BS.masked_fill(~mask_BS, IGNORED)
+    return labels_BS
 
 
 def ids_ahead(batch: Batch, depth: int) -> Tensor:
@@ -80,7 +82,8 @@ def ids_ahead(batch: Batch, depth: int) -> Tensor:
 def labels_ahead(batch: Batch, depth: int) -> Tensor:
     """Label ``depth`` positions ahead of each token, ``(B, S)``.
 
-    It is -100 (no loss) beyond the sequence, in another document, and where either token is padding.
+    It is -100 (no loss) beyond the sequence, in another document, where either token is padding, and where the label is
+    not trained on. So the last tokens of a prompt have a loss, if the answer behind it is predicted from them.
     """
     labels_BS = _shifted(batch.labels_BS, depth, IGNORED)
     if batch.documents_BS is not None:
@@ -88,6 +91,8 @@ def labels_ahead(batch: Batch, depth: int) -> Tensor:
     if batch.mask_BS is not None:
         neither_is_padding_BS = batch.mask_BS & _shifted(batch.mask_BS, depth, False)
         labels_BS = labels_BS.masked_fill(~neither_is_padding_BS, IGNORED)
+    if batch.loss_mask_BS is not None:
+        labels_BS = labels_BS.masked_fill(~_shifted(batch.loss_mask_BS, depth, False), IGNORED)
     return labels_BS
 
 

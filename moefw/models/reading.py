@@ -66,8 +66,8 @@ class Reading:
         """
         logits_BSV, stream = self._read(batch, past=None)
         collected = forward_context().aux_losses
-        if collected is not None and batch.loss_scale is not None:
-            collected += [loss * batch.loss_scale for loss in self._model.layer_losses(stream).values()]
+        if collected is not None and batch.aux_scale is not None:
+            collected += [loss * batch.aux_scale for loss in self._model.layer_losses(stream).values()]
         return logits_BSV, stream.layers
 
     def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:
@@ -123,6 +123,7 @@ def padded(batch: Batch, padding: int) -> Batch:
         ids_BS=F.pad(batch.ids_BS, (0, padding)),
         labels_BS=F.pad(batch.labels_BS, (0, padding), value=IGNORED),
         mask_BS=F.pad(mask_BS, (0, padding)),
+        loss_mask_BS=with_zeros(batch.loss_mask_BS),
         positions_BS=with_zeros(batch.positions_BS),
         documents_BS=with_zeros(batch.documents_BS),
     )

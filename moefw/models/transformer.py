@@ -164,18 +164,18 @@ class Transformer(nn.Module):
         return replace(stream, hidden=(self.norm(stream.x_TD),))
 
     def end(self, stream: Stream) -> Output:
-        """Loss of the tokens that are neither padding nor masked, and those of the tokens ahead."""
+        """Loss of the tokens with one, and those of the tokens ahead and of routers."""
         assert stream.labels_NT is not None
         loss_sum, *further = self._losses(stream)
         num_tokens = (stream.batch.own(stream.labels_NT[0]) != IGNORED).sum()
         named = {
             f"mtp_{depth}_loss": loss * (self.options.mtp_coeff / len(further)) for depth, loss in enumerate(further, 1)
         }
-        named |= self.layer_losses(stream)
+        named |= {name: stream.batch.over_trained(loss) for name, loss in self.layer_losses(stream).items()}
         return Output(loss_sum=loss_sum, num_tokens=num_tokens, layers=stream.layers, losses=named)
 
     def layer_losses(self, stream: Stream) -> Mapping[str, Tensor]:
-        """Losses over all MoE layers by name, in training: sums over tokens. Any router of them computes these."""
+        """Losses over all MoE layers by name, in training: sums over valid tokens. Any router of them makes them."""
         if not stream.pooled:
             return {}
         router: Any = next(block.moe.router for block in self.layers if isinstance(block, MoEBlock))

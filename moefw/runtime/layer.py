@@ -122,6 +122,9 @@ class MoELayer(nn.Module):
         pending = self.dispatcher.start_dispatch(x_TD, routing.weights_TK, plan)
         if self.training:
             routing = _with_entropy(routing, batch.mask_T)
+        if batch.trained_share is not None:
+            aux_losses = {name: batch.over_trained(loss) for name, loss in routing.aux_losses.items()}
+            routing = replace(routing, aux_losses=aux_losses)
         return Sent(pending=pending, x_TD=x_TD, routing=routing, batch=batch, beside=beside)
 
     def receive(self, sent: Sent) -> Received:

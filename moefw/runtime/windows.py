@@ -39,6 +39,35 @@ def _numbers(stream: TokenStream, start: int, count: int) -> NDArray[np.int64]:
     return numbers
 
 
+def masks_losses(stream: TokenStream) -> bool:
+    """Whether a stream has tokens that are read, and not trained on."""
+    return stream.trained(0, 1) is not None
+
+
+def read_loss_masks(stream: TokenStream, starts: Iterable[int], *, seq_len: int) -> NDArray[np.bool_] | None:
+    """Whether the label of each token is trained on in the windows at ``starts``: ``(B, seq_len)``; None: all are.
+
+    Raises ContractError if the stream returns something else than masks.
+    """
+    if not masks_losses(stream):
+        return None
+    return np.stack([read_trained(stream, int(start) + 1, seq_len) for start in starts])  # a label is the token behind
+
+
+def read_trained(stream: TokenStream, start: int, count: int) -> NDArray[np.bool_]:
+    """Whether each of ``count`` tokens from ``start`` is one to predict, of a stream that masks losses.
+
+    Raises ContractError if the stream returns something else.
+    """
+    trained: Any = stream.trained(start, count)
+    if isinstance(trained, np.ndarray) and trained.shape == (count,) and trained.dtype == np.bool_:
+        return trained
+    returned = f"{trained.dtype} {trained.shape}" if isinstance(trained, np.ndarray) else repr(trained)
+    name = stream.name or type(stream).__name__
+    what = f"{name}: trained({start}, {count}) returned {returned}, not {count} values, bool."
+    raise ContractError(what, "This is a fault of the data source.")
+
+
 def read_ids(stream: TokenStream, start: int, count: int, vocab_size: int) -> NDArray[np.int64]:
     """``count`` ids from ``start``, int64; at least one. Raises as :func:`read_windows` does."""
     ids = stream.read(start, count)

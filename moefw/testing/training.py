@@ -66,13 +66,15 @@ def short_run(
     steps: int,
     padded: bool = False,
     packed: bool = False,
+    prompts: bool = False,
     read: Read | None = None,
     plugins: tuple[type[Plugin], ...] = (),
 ) -> Run:
     """Train on random tokens that depend on the step alone; each rank takes its share of the sequences.
 
     ``padded``: sequences have unequal numbers of valid tokens, and some have none. ``packed``: each holds documents of
-    unequal length, whose positions start anew. ``read``: other tokens. ``plugins`` need not be installed.
+    unequal length, whose positions start anew. ``prompts``: some valid tokens have no loss. ``read``: other tokens.
+    ``plugins`` need not be installed.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(
@@ -92,14 +94,14 @@ def short_run(
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     engine = Engine.of(model, optimizer, layout, train)
     first = _weights(model, layout)
-    batches = read(assembly, layout) if read else partial(_drawn, assembly, layout, padded, packed)
+    batches = read(assembly, layout) if read else partial(_drawn, assembly, layout, padded, packed, prompts)
     results = [engine.step(batches(step), train.lr, _no_clock) for step in range(steps)]
     state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
     shared.close()
     return Run(results=results, first=first, last=_weights(model, layout), state=state)
 
 
-def _drawn(assembly: Assembly, layout: Layout, padded: bool, packed: bool, step: int) -> list[Batch]:
+def _drawn(assembly: Assembly, layout: Layout, padded: bool, packed: bool, prompts: bool, step: int) -> list[Batch]:
     """This rank's micro-batches of a step. Each rank draws the global batch, and takes its part along dp."""
     train = assembly.spec.train
     vocabulary = getattr(assembly.parts.model, "vocab_size", 2)
@@ -118,6 +120,7 @@ def _drawn(assembly: Assembly, layout: Layout, padded: bool, packed: bool, step:
             labels_BS=ids[:, 1:],
             seeds_B=seeds,
             mask_BS=_mask(seeds, train.seq_len, padded),
+            loss_mask_BS=_answers(seeds, train.seq_len) if prompts else None,
         )
         batches.append(_packed(batch) if packed else batch)
     return batches
@@ -129,6 +132,11 @@ def _mask(numbers: Tensor, seq_len: int, padded: bool) -> Tensor | None:
         return None
     valid = (numbers * 7 % 17) * seq_len // 16
     return torch.arange(seq_len) < valid.unsqueeze(1)
+
+
+def _answers(numbers: Tensor, seq_len: int) -> Tensor:
+    """Which labels are trained on: two of every five, from a place on that depends on the number of the sequence."""
+    return (torch.arange(seq_len) + numbers.unsqueeze(1)) % 5 >= 3
 
 
 def _packed(batch: Batch) -> Batch:

@@ -136,8 +136,7 @@ class Engine:
         Raises RunError if loss or gradient is not finite and ``on_bad_step`` cannot help. No state changes then, nor in
         a skipped step.
         """
-        scale = self._loss_scale(batches)
-        scaled = [replace(batch, loss_scale=scale) for batch in batches]
+        scaled = self._scaled(batches)
         made = self._attempt(scaled, clock, self.run)
         with clock("results"):  # the host waits here for a device that runs behind
             finite = made.finite
@@ -184,20 +183,27 @@ class Engine:
             tally.reduce(self.layout)
         return tally
 
-    def _loss_scale(self, batches: Sequence[Batch]) -> Tensor:
-        """1 / (valid tokens of the global batch), fp32. Ranks that share a batch count their part of it."""
-        total = torch.zeros((), dtype=torch.float64, device=batches[0].ids_BS.device)
+    def _scaled(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Batches with their scales, which the tokens of the global batch give. The host does not wait for them."""
+        counts_2 = torch.zeros(2, dtype=torch.float64, device=batches[0].ids_BS.device)
         for batch in batches:
-            total += _valid(batch) / (batch.cp or self.layout.size("cp"))
+            # Ranks that share a batch count their part of it each.
+            counts_2 += _counts(batch) / (batch.cp or self.layout.size("cp"))
         group = self.layout.group("dp", "cp")
         if group is not None:
-            dist.all_reduce(total, group=group)
-        return (1.0 / total.round().clamp_min(1)).float()
+            dist.all_reduce(counts_2, group=group)
+        trained, valid = counts_2.round().clamp_min(1).unbind()
+        scale = (1.0 / trained).float()
+        # A source masks losses on all ranks and in all micro-batches of a step, or nowhere.
+        share = None if batches[0].loss_mask_BS is None else (trained / valid).float()
+        return [replace(batch, loss_scale=scale, trained_share=share) for batch in batches]
 
 
-def _valid(batch: Batch) -> int | Tensor:
-    """Number of valid tokens, fp64 on the device if there is a mask: the host does not wait."""
-    return batch.ids_BS.numel() if batch.mask_BS is None else batch.mask_BS.sum(dtype=torch.float64)
+def _counts(batch: Batch) -> Tensor:
+    """Numbers of tokens with a loss and of valid tokens, ``(2)`` fp64 on the device."""
+    valid_BS = torch.ones_like(batch.ids_BS, dtype=torch.bool) if batch.mask_BS is None else batch.mask_BS
+    trained_BS = valid_BS if batch.loss_mask_BS is None else valid_BS & batch.loss_mask_BS
+    return torch.stack([trained_BS.sum(dtype=torch.float64), valid_BS.sum(dtype=torch.float64)])
 
 
 def _result(made: Attempt) -> StepResult:
@@ -225,7 +231,7 @@ def _result(made: Attempt) -> StepResult:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> float:
-    """Mean loss in nats over the valid tokens of all ranks. Every rank passes the same number of batches."""
+    """Mean loss in nats over the tokens with a loss of all ranks. Every rank passes the same number of batches."""
     was_training = model.training
     model.eval()
     tally = Tally(next(model.parameters()).device)

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 
 from moefw.core.stages import Batch
+from moefw.runtime.windows import masks_losses
 from moefw.system.stamps import stamp
 from moefw.training.data.order import heldout_windows
 from moefw.training.engine import evaluate
@@ -14,9 +15,14 @@ from moefw.training.session import Session
 
 
 def evaluation(session: Session) -> dict[str, float]:
-    """``eval_loss`` (nats per token) and ``eval_bits_per_byte`` over held-out text. Collective."""
+    """``eval_loss`` (nats per token) and ``eval_bits_per_byte`` over held-out text. Collective.
+
+    The latter is not told of text of which only some tokens are predicted: their bytes are not counted.
+    """
     data = session.data
     loss = evaluate(session.model, list(_batches(session)), session.layout)
+    if masks_losses(data.heldout):
+        return {"eval_loss": loss}
     tokens_per_byte = len(data.heldout) / max(1, data.num_heldout_bytes)
     return {"eval_loss": loss, "eval_bits_per_byte": loss / math.log(2) * tokens_per_byte}
 

@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from moefw.core.stages import Batch
 from moefw.runtime.parallel.cp_blocks import block_sizes
-from moefw.runtime.windows import read_ids
+from moefw.runtime.windows import masks_losses, read_ids, read_trained
 from moefw.training.data.blend_order import BlendOrder, training_order
 from moefw.training.data.order import BatchOrder
 from moefw.training.data.packing.schedule import Pack, Room, schedule, token_work
@@ -80,12 +80,17 @@ class Packs:
         held = self.room.held(lengths, pack.size)
         ids_2S = np.zeros((2, sum(held)), np.int64)
         valid_S = np.zeros(sum(held), bool)
+        trained_S = np.ones(sum(held), bool)
+        stream = session.data.train
+        has_prompts = masks_losses(stream)
         for start, length, at in zip(starts, lengths, np.cumsum(held) - held, strict=False):
-            read = read_ids(session.data.train, start, length + 1, session.data.vocab_size)
+            read = read_ids(stream, start, length + 1, session.data.vocab_size)
             place = slice(at, at + length)
             ids_2S[0, place] = read[:-1]
             ids_2S[1, place] = read[1:]  # the labels: the ids that follow
             valid_S[place] = True
+            if has_prompts:
+                trained_S[place] = read_trained(stream, start + 1, length)
         positions_S = np.concatenate([np.arange(length) for length in held])
         documents_S = np.repeat(np.arange(len(held)), held)
 
@@ -96,6 +101,7 @@ class Packs:
             ids_BS=row(ids_2S[0]),
             labels_BS=row(ids_2S[1]),
             mask_BS=None if valid_S.all() else row(valid_S),
+            loss_mask_BS=row(trained_S) if has_prompts else None,
             positions_BS=row(positions_S),
             documents_BS=row(documents_S),
             lengths=tuple(held),

@@ -23,7 +23,7 @@ from moefw.core.errors import MoefwError, PlanError
 from moefw.core.stages import Batch
 from moefw.runtime.communication.agreement import raise_together
 from moefw.runtime.naming import initialise
-from moefw.runtime.windows import number_documents, read_windows
+from moefw.runtime.windows import number_documents, read_loss_masks, read_windows
 from moefw.system.stamps import stamp
 from moefw.training.errors import LostContactError
 from moefw.training.faults.patience import collective_timeout_s
@@ -35,6 +35,7 @@ from moefw.training.world import Place, threads_of_a_rank
 from moefw_kernels.devices import is_gpu
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +59,15 @@ class Session:
         train = self.assembly.spec.train
         windows_BS = read_windows(stream, starts, seq_len=train.seq_len, vocab_size=self.data.vocab_size)
         numbers_BS = number_documents(stream, starts, seq_len=train.seq_len) if train.masks_documents else None
-        return self.batch(windows_BS, documents_BS=numbers_BS, **more)
+        loss_mask_BS = read_loss_masks(stream, starts, seq_len=train.seq_len)
+        return self.batch(windows_BS, documents_BS=numbers_BS, loss_mask_BS=loss_mask_BS, **more)
 
     def batch(
         self,
         windows_BS: Ids,
         *,
         documents_BS: Ids | None = None,
+        loss_mask_BS: Bools | None = None,
         valid: int | None = None,
         seeds_B: Ids | None = None,
     ) -> Batch:
@@ -72,7 +75,8 @@ class Session:
 
         ``documents_BS`` numbers the documents of the windows, ascending ``(B, S+1)``: positions restart in each, and
         the last token of a document is padding, because its label is in another one. None: a window is one document.
-        ``seeds_B`` seeds the random draws of each sequence; None: nothing is drawn.
+        ``loss_mask_BS`` ``(B, S)``: whether each label is trained on; None: all are. ``seeds_B`` seeds the random draws
+        of each sequence; None: nothing is drawn.
         """
         tokens_BS = torch.from_numpy(windows_BS)
         mask_BS = None
@@ -88,12 +92,13 @@ class Session:
             ids_BS=tokens_BS[:, :-1].contiguous().to(self.device),
             labels_BS=tokens_BS[:, 1:].contiguous().to(self.device),
             mask_BS=None if mask_BS is None else mask_BS.to(self.device),
+            loss_mask_BS=self._placed(loss_mask_BS),
             positions_BS=positions_BS,
             documents_BS=self._placed(documents_BS),
             seeds_B=self._placed(seeds_B),
         )
 
-    def _placed(self, values: Ids | None) -> torch.Tensor | None:
+    def _placed(self, values: Ids | Bools | None) -> torch.Tensor | None:
         return None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 

@@ -285,7 +285,7 @@ class Trainer:
             "evaluation",
             step + 1,
             loss=values["eval_loss"],
-            bits_per_byte=values["eval_bits_per_byte"],
+            bits_per_byte=values.get("eval_bits_per_byte"),
             zlib_bits_per_byte=zlib_bits,
             seconds=round(aside.seconds, 6),
         )

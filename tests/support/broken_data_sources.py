@@ -37,6 +37,9 @@ class Ids(moefw.TokenStream):
         starts = np.array([0, *ends[ends < len(self)]], np.int64)
         return self.plugin.starts(starts[(starts >= start) & (starts < start + count)])
 
+    def trained(self, start: int, count: int) -> Any:
+        return self.plugin.predicted(np.frombuffer(self.content[start : start + count], np.uint8) != 10)
+
 
 class Bytes(moefw.DataSource):
     vocab_size = 256
@@ -92,6 +95,9 @@ class Sound(DataSourcePlugin):
     def starts(self, starts: Any) -> Any:
         return starts
 
+    def predicted(self, trained: Any) -> Any:
+        return trained
+
     def counted(self, count: int) -> int:
         return count
 
@@ -137,6 +143,30 @@ class StartsEverywhere(Sound):
 
     def starts(self, starts: Any) -> Any:
         return starts[::-1]
+
+
+@frozen(kw_only=True)
+class PredictsNumbers(Sound):
+    name: ClassVar[str] = "predicts-numbers"
+
+    def predicted(self, trained: Any) -> Any:
+        return trained.astype(np.int64)
+
+
+@frozen(kw_only=True)
+class PredictsTheFirst(Sound):
+    name: ClassVar[str] = "predicts-the-first"
+
+    def predicted(self, trained: Any) -> Any:
+        return np.arange(len(trained)) == 0
+
+
+@frozen(kw_only=True)
+class PredictsAtTimes(Sound):
+    name: ClassVar[str] = "predicts-at-times"
+
+    def predicted(self, trained: Any) -> Any:
+        return trained if len(trained) == 1 else None
 
 
 @frozen(kw_only=True)

@@ -69,8 +69,8 @@ class PlainRouter(nn.Module, moefw.Router):
         return 0.1 * (logits_TE.logsumexp(-1).square() * valid_T).sum()
 
     def attached(self, weights_TK: Tensor, loss: Tensor, batch: Batch) -> Tensor:
-        if self.training and batch.loss_scale is not None:
-            return attach(weights_TK, loss * batch.loss_scale)
+        if self.training and batch.aux_scale is not None:
+            return attach(weights_TK, loss * batch.aux_scale)
         return weights_TK
 
     @torch.no_grad()
@@ -174,6 +174,11 @@ class SendsTheMask(PlainRouter):
 class AttachesTwice(PlainRouter):
     def attached(self, weights_TK: Tensor, loss: Tensor, batch: Batch) -> Tensor:
         return super().attached(super().attached(weights_TK, loss, batch), loss, batch)
+
+
+class ScalesByTheLoss(PlainRouter):
+    def attached(self, weights_TK: Tensor, loss: Tensor, batch: Batch) -> Tensor:
+        return super().attached(weights_TK, loss, replace(batch, trained_share=None))
 
 
 class AttachesUnscaled(PlainRouter):

@@ -76,7 +76,9 @@ def told(event: Record) -> str:
             parts += map(str, event.get("changes") or ())
             return "; ".join(parts)
         case "evaluation":
-            parts = [f"{number(event.get('loss'))} nats a token", f"{number(event.get('bits_per_byte'))} bits a byte"]
+            parts = [f"{number(event.get('loss'))} nats a token"]
+            if event.get("bits_per_byte") is not None:
+                parts.append(f"{number(event['bits_per_byte'])} bits a byte")
             return f"{', '.join(parts)}, in {duration(event.get('seconds'))}"
         case "checkpoint":
             return f"{event.get('path', '')}, in {duration(event.get('seconds'))}"

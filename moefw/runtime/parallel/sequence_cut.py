@@ -83,11 +83,16 @@ class SequenceCut:
         if self.size == 1:
             return batch
         lengths = batch.lengths
+
+        def own_or_none(values_BS: Tensor | None) -> Tensor | None:
+            return None if values_BS is None else self.own(values_BS, 1, lengths)
+
         return replace(
             batch,
             ids_BS=self.own(batch.ids_BS, 1, lengths),
             labels_BS=self.own(batch.labels_BS, 1, lengths),
-            mask_BS=None if batch.mask_BS is None else self.own(batch.mask_BS, 1, lengths),
-            positions_BS=None if batch.positions_BS is None else self.own(batch.positions_BS, 1, lengths),
+            mask_BS=own_or_none(batch.mask_BS),
+            loss_mask_BS=own_or_none(batch.loss_mask_BS),
+            positions_BS=own_or_none(batch.positions_BS),
             places_S=self.places(batch.ids_BS.shape[1], batch.ids_BS.device, lengths),
         )

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import DataError
 from moefw.core.kinds import kind_of
+from moefw.runtime.windows import masks_losses, read_trained
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
 
@@ -82,6 +83,25 @@ class DataSourceSuite(Suite):
                 part = stream.document_starts(middle, count - middle)
                 same = part is not None and np.array_equal(part, whole[whole >= middle])
                 assert same, f"{self.plugin.name}: from token {middle} on, {side} has other document starts."
+
+    def test_tokens_to_predict_are_told_for_each_token_or_for_none(self) -> None:
+        """Those of a part are those of the whole, and a stream tells them of every part, or of none."""
+        with self._prepared() as prepared:
+            for side, stream in prepared.streams():
+                count = min(MOST, len(stream))
+                middle = count // 2
+                parts = [(0, count), (0, 1), (middle, count - middle)]
+                told = [stream.trained(*part) is not None for part in parts]
+                says = f"{self.plugin.name}: {side} tells which tokens to predict of some parts alone."
+                assert len(set(told)) == 1, f"{says} Return None for every range, or for none."
+                if not masks_losses(stream):
+                    continue
+                whole: Any = stream.trained(0, count)
+                right = isinstance(whole, np.ndarray) and whole.dtype == np.bool_ and whole.shape == (count,)
+                assert right, f"{self.plugin.name}: which of {count} tokens of {side} to predict is no bool for each."
+                for start, size in parts:
+                    same = np.array_equal(read_trained(stream, start, size), whole[start : start + size])
+                    assert same, f"{self.plugin.name}: from token {start} on, {side} predicts other tokens."
 
     def test_text_becomes_ids_of_the_vocabulary_and_ids_become_text(self) -> None:
         """``generate`` encodes a prompt, and an evaluation divides by the bytes of the held-out text."""

@@ -157,7 +157,10 @@ class RouterSuite(Suite):
         assert max(steepest.values(), default=0.0) > 1e-6, f"{name}: no gradient reaches its parameters."
 
     def test_auxiliary_losses_are_attached_once_and_scaled(self) -> None:
-        """The backward of the weights adds ``loss_scale`` times the gradient of each auxiliary loss."""
+        """The backward of the weights adds ``aux_scale`` times the gradient of each auxiliary loss.
+
+        Here a quarter of the tokens has a loss: ``loss_scale`` is another one.
+        """
         router = self.learned_router()
         tokens = Tokens(sequences=2, positions=8, seed=5)
         x_TD = tokens.x(self.dims["dim"])
@@ -169,16 +172,17 @@ class RouterSuite(Suite):
 
         for what, variable in {"the tokens": x_TD, **dict(router.named_parameters())}.items():
             for scale in (0.5, 2.0):
-                grad = self._attached(router, x_TD, tokens.batch(loss_scale=torch.tensor(scale)), variable)
+                batch = tokens.batch(loss_scale=torch.tensor(4 * scale), trained_share=torch.tensor(0.25))
+                grad = self._attached(router, x_TD, batch, variable)
                 measured = slopes(value, variable, grad / scale)
                 says = (
-                    f"{self.plugin.name}: with loss_scale {scale}, the gradient that auxiliary losses give to {what} "
-                    f"is {measured.ratio:.3g} times loss_scale times their slope; once is right."
+                    f"{self.plugin.name}: with aux_scale {scale}, the gradient that auxiliary losses give to {what} "
+                    f"is {measured.ratio:.3g} times aux_scale times their slope; once is right."
                 )
                 assert measured.agree(3e-2, noise=2e-4 * abs(value()[0].item())), says
 
     def test_auxiliary_losses_are_attached_in_training_only(self) -> None:
-        """They change no gradient in evaluation or without a loss scale."""
+        """They change no gradient in evaluation or without a scale."""
         router = self.learned_router()
         tokens = Tokens(sequences=2, positions=8, seed=5)
         x_TD = tokens.x(self.dims["dim"])
@@ -186,7 +190,7 @@ class RouterSuite(Suite):
             router.train(training)
             for variable in (x_TD, *router.parameters()):
                 grad = self._attached(router, x_TD, tokens.batch(loss_scale=scale), variable)
-                when = "without loss_scale" if training else "in evaluation"
+                when = "without aux_scale" if training else "in evaluation"
                 assert not grad.any(), f"{self.plugin.name} attaches auxiliary losses {when}."
 
     def test_forward_and_backward_write_nothing(self) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moefw.core.data import DataSource, TokenStream
 from moefw.core.errors import PlanError, Problem
-from moefw.runtime.windows import read_ids
+from moefw.runtime.windows import masks_losses, read_ids, read_trained
 
 
 @final
@@ -28,6 +28,7 @@ class Joined(TokenStream):
         self._vocab_size = vocab_size
         *self.begins, self._size = accumulate(map(len, streams), initial=0)
         self._told = all(stream.document_starts(0, 1) is not None for stream in streams)
+        self._masks_losses = any(map(masks_losses, streams))
 
     def __len__(self) -> int:
         """Number of tokens of all streams."""
@@ -50,6 +51,15 @@ class Joined(TokenStream):
             if at == 0 and not (starts[:1] == 0).any():
                 parts.append(np.array([begin], np.int64))
             parts.append(starts + begin)
+        return np.concatenate(parts)
+
+    def trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
+        """Whether each token is one to predict; None if all are, in all streams."""
+        if not self._masks_losses:
+            return None
+        parts = [np.empty(0, np.bool_)]
+        for stream, _, at, size in self._parts(start, count):
+            parts.append(read_trained(stream, at, size) if masks_losses(stream) else np.ones(size, np.bool_))
         return np.concatenate(parts)
 
     def _parts(self, start: int, count: int) -> Iterator[tuple[TokenStream, int, int, int]]:

@@ -61,8 +61,8 @@ class SinkhornRouter(nn.Module, Router):
             valid_T = logits_TE.new_ones(len(x_TD)) if mask_T is None else mask_T.to(logits_TE.dtype)
             loss = self._z_coeff * z_loss(logits_TE, valid_T)
             aux_losses["z_loss"] = loss.detach()
-            if self.training and batch.loss_scale is not None:
-                weights_TK = attach(weights_TK, loss * batch.loss_scale)
+            if self.training and batch.aux_scale is not None:
+                weights_TK = attach(weights_TK, loss * batch.aux_scale)
         return Routing(
             expert_ids_TK=ids_TK,
             weights_TK=weights_TK,

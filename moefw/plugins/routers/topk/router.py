@@ -133,8 +133,8 @@ class TopKRouter(nn.Module, Router):
             losses, seen, pooled = self._losses(logits_TE, scores_TE, plain_TK, mask_T, batch, load_E)
             stats |= seen
             aux_losses = {name: loss.detach() for name, loss in losses.items()}
-            if self.training and batch.loss_scale is not None and losses:
-                weights_TK = attach(weights_TK, reduce(add, losses.values()) * batch.loss_scale)
+            if self.training and batch.aux_scale is not None and losses:
+                weights_TK = attach(weights_TK, reduce(add, losses.values()) * batch.aux_scale)
         return Routing(
             expert_ids_TK=ids_TK,
             weights_TK=weights_TK,
