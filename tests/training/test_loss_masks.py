@@ -192,6 +192,15 @@ def _even(self: TokenFile, start: int, count: int) -> Any:
     return self.read(start, count) % 2 == 0
 
 
+def _of_even_labels(engine: Engine, batches: list[Batch], scaled: Any = Engine._scaled) -> Any:
+    """The scales of batches that mask the tokens whose *label* is odd."""
+    for batch in batches:
+        valid_BS = torch.ones_like(batch.ids_BS) if batch.mask_BS is None else batch.mask_BS
+        assert batch.loss_mask_BS is not None
+        assert not ((batch.loss_mask_BS != (batch.labels_BS % 2 == 0)) & valid_BS.bool()).any()
+    return scaled(engine, batches)
+
+
 @pytest.mark.parametrize("packing", ["none", "static"])
 def test_a_run_on_a_source_with_prompts_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
@@ -199,6 +208,7 @@ def test_a_run_on_a_source_with_prompts_resumes_bit_for_bit(
     spec = small_spec(tmp_path, tokens_per_step=512, steps=4, eval_every=2, checkpoint_every=2)
     plain = lines_of(spec, tmp_path / "plain", packing)
     monkeypatch.setattr(TokenFile, "trained", _even)
+    monkeypatch.setattr(Engine, "_scaled", _of_even_labels)
     masked = lines_of(spec, tmp_path / "masked", packing)
     assert masked[0]["loss"] != plain[0]["loss"]
     assert masked[0]["aux_loss"] == pytest.approx(plain[0]["aux_loss"], rel=1e-6)
