@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from attrs import Factory, evolve, frozen
@@ -371,8 +372,35 @@ def build_model(
     """Construct the model of an assembly on ``device``. Its parameters are not initialised.
 
     ``shard_by``: what shards parameters in the place of FSDP, if the layout shards any. ``watch`` follows the regions.
-    Raises PluginError for a model without stages that a pipeline, or phases one by one, need.
+    Parameters that ``train.freeze`` names do not train, and have the dtype in which their folder has them. Raises
+    PluginError for a model without stages that a pipeline, or phases one by one, need.
     """
+    train = assembly.spec.train
+    if not train.freeze:
+        return _build(assembly, layout, device, shared, shard_by=shard_by, watch=watch)
+    from moefw.compose.freezing import UnshardedUnits, frozen_alike
+
+    def build(device: torch.device, whole: bool) -> nn.Module:
+        if not whole:
+            return _build(assembly, layout, device, shared, shard_by=shard_by, watch=watch)
+        own = Shared()
+        model = _build(assembly, layout, device, own, shard_by=lambda _: cast("Sharding", UnshardedUnits()))
+        own.close()
+        return model
+
+    return frozen_alike(build, device, train.freeze, Path(train.weights or ""))
+
+
+def _build(
+    assembly: Assembly,
+    layout: Layout,
+    device: torch.device,
+    shared: Shared,
+    *,
+    shard_by: Callable[[Layout], Sharding] | None = None,
+    watch: Watch | None = None,
+) -> nn.Module:
+    """Model of an assembly, all of whose parameters train."""
     context = ModelParts(assembly, layout, device, shared, shard_by=shard_by, watch=watch)
     with torch.device(device), assembly.registry.calling(assembly.parts.model, "build()"):
         model: nn.Module = assembly.parts.model.build(context)

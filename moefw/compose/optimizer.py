@@ -28,7 +28,11 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Optimizer of a model on this rank. Raises RunError if there is no memory for its states."""
     plugin = assembly.parts.optimizer
-    optimizer: torch.optim.Optimizer = plugin.build(dict(model.named_parameters()), assembly.spec.train.lr)
+    lr = assembly.spec.train.lr
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained:  # all weights of this stage are frozen
+        return torch.optim.SGD([{"params": []}], lr)
+    optimizer: torch.optim.Optimizer = plugin.build(trained, lr)
     policies = [policy for policy in assembly.parts.memory if OPTIMIZER in policy.regions]
     if not policies:
         return optimizer

@@ -137,8 +137,10 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     return Pretrained(module, assembly, layout, source, balances="routing" in sections)
 
 
-def read_weights(module: nn.Module, path: Path, assembly: Assembly, group: ProcessGroup | None) -> Source:
-    """Fill a model with the weights of a Hugging Face folder. Collective over ``group``.
+def read_weights(
+    module: nn.Module, path: Path, assembly: Assembly, group: ProcessGroup | None, *, frozen_alone: bool = False
+) -> Source:
+    """Fill a model with the weights of a Hugging Face folder, or its frozen ones alone. Collective over ``group``.
 
     Raises SpecError or CheckpointError on every rank, before any change; or CheckpointError with all tensors that hold
     NaN or infinity, which are found as they are read.
@@ -158,7 +160,7 @@ def read_weights(module: nn.Module, path: Path, assembly: Assembly, group: Proce
     raise_together(error, group)
     assert folder is not None
     assert source is not None
-    fill(module, folder, source.origins, group)
+    fill(module, folder, source.origins, group, frozen_alone=frozen_alone)
     return source
 
 

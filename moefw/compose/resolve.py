@@ -94,6 +94,7 @@ def assemble_tree(
     device = "auto" if spec.run is UNKNOWN or spec.run.device is UNKNOWN else spec.run.device
     work.check_regions()
     work.check_phases(spec.train)
+    work.check_freeze(spec.train)
     layout = work.lay_out(world)
     work.ask_for_graphs(spec.train, layout, trains=trains)
     machine = machine or this_machine(device)
@@ -389,6 +390,13 @@ class _Resolution:
                     what = f"{placed} makes the layer one phase, and {who[-1]} runs the phases of a layer one by one."
                     fix = "Name regions inside of it instead, such as attention, router and experts."
                     self.tell((*placed.path, "regions", placed.part.regions.index("layer")), Problem(what, fix))
+
+    def check_freeze(self, train: TrainSpec) -> None:
+        """Report weights that are to stay those of a folder where none is named."""
+        with self.asking(("train", "freeze")):
+            if train.freeze and train.weights is None:
+                what = "frozen weights stay those of a folder, and train.weights names none."
+                self.tell(("train", "freeze"), Problem(what, "Name one, or leave freeze out."))
 
     def lay_out(self, world: int | None) -> LayoutPlan | None:
         """Return the layout plan of the world, or report why there is none."""

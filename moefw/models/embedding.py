@@ -79,6 +79,8 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, None, None]:
         (rows_N,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:  # a frozen weight
+            return None, None, None
         if ctx.pad_row is not None:
             grad_ND = grad_ND.masked_fill((rows_N == ctx.pad_row).unsqueeze(1), 0.0)
         return ctx.weight.rows_gradient(grad_ND, rows_N, ctx.shape), None, None

@@ -106,7 +106,7 @@ class Gathering:
             for key, parameter in [*owner.named_parameters(recurse=False)]:
                 if parameter in apart or parameter in self.shards:
                     continue
-                codec_of_matrix = codec if parameter.ndim > 1 else None
+                codec_of_matrix = codec if parameter.ndim > 1 and parameter.requires_grad else None
                 if codec_of_matrix is not None:
                     full_name = ".".join(filter(None, (name, path, key)))
                     codec_of_matrix.require(full_name, parameter.shape, unit.shards)
@@ -152,7 +152,7 @@ class Unit:
     """Parameters that are gathered together over the ranks of a row; each of the ``rows`` holds the same.
 
     ``shards``: the number of ranks that share them. ``sharing``: the ranks of this row. ``copying``: the ranks that
-    hold the same shard. ``elements``: of all parameters, padded. ``grads``: the gradients of this rank's shard, fp32.
+    hold the same shard. ``elements``: of all that train, padded. ``grads``: the gradients of this rank's shard, fp32.
     """
 
     def __init__(self, sharding: Gathering, rows: Sequence[Sequence[int]]) -> None:
@@ -191,7 +191,8 @@ class Unit:
         dim = self._dim(sharded)
         self._to_gather.append(sharded)
         self.parameters.append(sharded.parameter)
-        self.elements += sharded.parameter.numel() * self._padded(shape[0], dim) // shape[0]
+        if sharded.parameter.requires_grad:
+            self.elements += sharded.parameter.numel() * self._padded(shape[0], dim) // shape[0]
         return tuple(-(-size // self.shards) if axis == dim else size for axis, size in enumerate(shape))
 
     def _dim(self, sharded: _Sharded) -> int:
@@ -229,7 +230,7 @@ class Unit:
             self._encoded += nbytes // self.shards
         elif value.dtype != stored.dtype:
             self._cast += nbytes // self.shards
-        gathered = nn.Parameter(value)
+        gathered = nn.Parameter(value, requires_grad=sharded.parameter.requires_grad)
         setattr(sharded.owner, sharded.key, gathered)
         self.sharding.shards[gathered] = self.sharding.shards.pop(sharded.parameter)
         memory = gathered.parts if isinstance(gathered, GatheredWeight) else [gathered]
@@ -288,7 +289,7 @@ class Unit:
         if sharded:
             self.grads = torch.empty(self.elements // self.shards)
             return
-        for parameter in self.parameters:
+        for parameter in (each for each in self.parameters if each.requires_grad):
             parameter.grad = torch.empty(parameter.shape)
             self.sharding.recorder.label([parameter.grad], GRADIENTS)
 

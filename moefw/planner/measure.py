@@ -150,13 +150,16 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
     copies_of_batch = 2 if train.graphs == "step" else 1  # a graph reads its own
     buffers = _labelled(batch, BUFFERS)
     states = measure_states(batch, layout, shared)
-    stored = {parameter: prod(batch.stored(parameter)) * FP32 for parameter in model.parameters()}
-    summed_together = sum(_summed_together(family, layout, stored) for family in Gradients(model, layout).families)
+    elements = {parameter: prod(batch.stored(parameter)) for parameter in model.parameters()}
+    # A master is fp32, in whichever dtype it is gathered. A frozen parameter has none.
+    masters = {parameter: FP32 * count for parameter, count in elements.items() if parameter.requires_grad}
+    frozen = sum(parameter.itemsize * elements[parameter] for parameter in elements.keys() - masters.keys())
+    summed_together = sum(_summed_together(family, layout, masters) for family in Gradients(model, layout).families)
     # The update needs the gradients of what this rank stores, in fp32, where micro-batches add up in another dtype or
     # in whole parameters. Gradients are added up over ranks before the optimizer allocates, so only the larger counts.
-    gradients_for_update = sum(stored.values()) - batch.main_gradients()
+    gradients_for_update = sum(masters.values()) - batch.main_gradients()
     held = Held(
-        parameters=sum(stored.values()),
+        parameters=sum(masters.values()) + frozen,
         gradients=batch.main_gradients(),
         optimizer=states.device,
         buffers=buffers,
@@ -175,11 +178,11 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
     )
 
 
-def _summed_together(family: Family, layout: Layout, stored: Mapping[nn.Parameter, int]) -> int:
+def _summed_together(family: Family, layout: Layout, masters: Mapping[nn.Parameter, int]) -> int:
     """Bytes of the buffer in which the small gradients of a family are added up over ranks; 0 if on one rank."""
     if layout.size(*family.summed_over) == 1:
         return 0
-    return sum(stored[parameter] for parameter in family.parameters if stored[parameter] <= SMALL * FP32)
+    return sum(masters[parameter] for parameter in family.parameters if masters[parameter] <= SMALL * FP32)
 
 
 def _labelled(batch: MicroBatch, kind: str) -> int:

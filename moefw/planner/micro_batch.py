@@ -119,7 +119,7 @@ class MicroBatch:
         return self.sharding.units if self.sharding else ()
 
     def stored(self, parameter: nn.Parameter) -> Sequence[int]:
-        """Shape of what this rank stores of a parameter, in fp32."""
+        """Shape of what this rank stores of a parameter: in fp32, or as its folder has it if it is frozen."""
         if self.sharding is None:
             return parameter.shape
         return self.sharding.shards.get(parameter, parameter.shape)
@@ -276,7 +276,7 @@ class MicroBatch:
     def _begin_gradients(self, *, exist: bool) -> None:
         """Choose the dtype of gradients that FSDP does not shard. Make all gradients, if they ``exist`` already."""
         in_units = {parameter for unit in self.units for parameter in unit.parameters}
-        unsharded = [parameter for parameter in self.model.parameters() if parameter not in in_units]
+        unsharded = [each for each in self.model.parameters() if each not in in_units and each.requires_grad]
         add_up_in(self._main_dtype, unsharded)
         if exist:
             for parameter in unsharded:
@@ -298,7 +298,7 @@ class MicroBatch:
         """Bytes of all gradients between micro-batches."""
         shards = {} if self.sharding is None else self.sharding.shards
         nbytes = 0
-        for parameter in self.model.parameters():
+        for parameter in (each for each in self.model.parameters() if each.requires_grad):
             # ``train.main_gradients`` is the dtype of matrices that FSDP does not shard; all others add up in fp32.
             in_fp32 = parameter in shards or parameter.dim() < 2
             itemsize = FP32 if in_fp32 else self._main_dtype.itemsize

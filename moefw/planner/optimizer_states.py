@@ -24,7 +24,7 @@ class States:
 
 
 def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
-    """States of all parameters, measured while an optimizer is built and makes one step.
+    """States of all parameters that train, measured while an optimizer is built and makes one step.
 
     The optimizer gets parameters of this rank's shapes, fp32 without values, in a module with the model's names. Those
     of a layer that did not run are left out: the layer that stands for it counts that many times.
@@ -40,6 +40,8 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     copies: dict[nn.Parameter, int] = {}
     """The number of parameters that each one of the optimizer stands for."""
     for name, parameter in batch.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         copy_count = num_alike.get(parameter, 1)
         if copy_count:
             shard = nn.Parameter(torch.empty(*batch.stored(parameter)))

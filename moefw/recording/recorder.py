@@ -16,6 +16,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -33,6 +34,7 @@ OPERANDS: Final = "operands"
 """Operands of weights that the micro-batches of a step share."""
 WEIGHTS: Final = (PARAMETERS, GATHERED)
 """Kinds of storages that hold parameters."""
+META: Final = torch.device("meta")
 _DEVICE: Final = torch.ops.prim.device.default
 Storage = torch.UntypedStorage
 
@@ -144,7 +146,8 @@ class Recorder(Mode):
         self.operators.add(str(func))
         if active_fake_mode() is self._fake:  # in another one, DTensor computes shapes
             for tensor in tensors_in(result):
-                self._note_result(tensor, func, (args, kwargs))
+                if _has_memory(tensor):
+                    self._note_result(tensor, func, (args, kwargs))
         return result
 
     def _note_result(self, tensor: Tensor, func: Any, arguments: Any) -> None:
@@ -222,6 +225,12 @@ class Recorder(Mode):
     def _note_policy_input(self, tensor: Tensor, place: Place) -> None:
         for life in self.of([tensor]):
             life.given_to = life.given_to or place
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a run has memory for a tensor: not for one on ``meta``. A fake one has the device that it stands for."""
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device != META
 
 
 def _storages(tensor: Tensor) -> set[Storage]:

@@ -76,8 +76,10 @@ def _about(runs: Sequence[Run]) -> str:
     start = run.start
     model = run.setting("model") or {}
     parts = []
+    kept = start.get("frozen_parameters")
+    frozen = f", of which {kept / 1e6:,.1f} M are frozen" if isinstance(kept, int) and kept else ""
     if isinstance(start.get("parameters"), int):
-        parts.append(f"{start['parameters'] / 1e6:,.1f} M parameters")
+        parts.append(f"{start['parameters'] / 1e6:,.1f} M parameters{frozen}")
     if model.get("num_experts") and model.get("top_k"):
         parts.append(f"{model['num_experts']} experts, top-{model['top_k']}")
     if isinstance(start.get("ranks"), int):

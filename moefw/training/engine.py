@@ -31,17 +31,18 @@ from moefw.training.step_sums import Attempt, Tally
 class StepResult:
     """Result of a step, the same on every rank.
 
-    ``loss`` is the global mean over tokens in nats, without auxiliary terms. ``load_LE`` is the share of tokens of each
-    expert in each of the MoE ``layers``, 1.0 = fair, ``router_entropy_L`` the mean entropy of a token's scores over
-    ln E, None where a router tells none. ``counts`` holds other counts, summed over layers: dropped
+    ``loss`` is the global mean in nats over tokens with a loss, without auxiliary terms. ``load_LE`` is the share of
+    tokens of each expert in each of the MoE ``layers``, 1.0 = fair, ``router_entropy_L`` the mean entropy of a token's
+    scores over ln E, None where a router tells none. ``counts`` holds other counts, summed over layers: dropped
     choices, rows that overflowed a budget and rows that a memory policy had no space for (the step was run again then),
     and whether the step was bad. ``note`` is a line about a bad step, empty for other steps. ``routes``: the expert ids
-    of this rank's tokens by layer, for each of its micro-batches, if the engine keeps them. ``tokens`` counts those
-    with a loss. ``grad_norms`` are those of the parts of the model, whose squares add up to that of ``grad_norm``.
+    of this rank's tokens by layer, for each of its micro-batches, if the engine keeps them. ``tokens`` counts valid
+    ones, with a loss or not. ``grad_norms`` are those of the parts of the model, whose squares add up to that of
+    ``grad_norm``.
     """
 
     loss: float
-    tokens: float
+    tokens: int
     aux_losses: dict[str, float]
     counts: dict[str, float]
     grad_norm: float
@@ -180,7 +181,9 @@ class Engine:
         self.meters.start()
         tally = run(batches, clock)
         with clock("gradients"):
-            tally.reduce(self.layout)
+            aux_scale = batches[0].aux_scale
+            assert aux_scale is not None, "a batch in training has its scales"
+            tally.reduce(self.layout, valid_tokens=1.0 / aux_scale)
         return tally
 
     def _scaled(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -217,7 +220,7 @@ def _result(made: Attempt) -> StepResult:
     shares = [(load / load.mean().clamp_min(1e-9)).tolist() for load in loads]
     return StepResult(
         loss=made.loss,
-        tokens=tokens,
+        tokens=made.told.valid_tokens,
         aux_losses=aux,
         counts=made.counts,
         grad_norm=made.grad_norm,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
@@ -16,17 +17,23 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError, MoefwError, Problem
-from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.config import read_config
+from moefw.models.huggingface.families import FAMILIES, family_of
+from moefw.models.huggingface.folder import Folder
+from moefw.models.huggingface.loading import placed, wanted
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.writing import Description, Written, lay_out
 from moefw.models.huggingface.written import configurations, dense_layers
 from moefw.plugins.data.source import tokenizer_beside
 from moefw.runtime.attention.rope_options import OWN
 from moefw.runtime.finite import all_finite
+from moefw.runtime.naming import canonical_parameters
 from moefw.system.folders import new_folder, temporary_folder
+from moefw.training.checkpoint.base import base_of, require_same_base
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Damage, Manifest, read_manifest
 from moefw.training.checkpoint.shards import opened
+from moefw.training.new_run import on_meta
 
 Tree = Mapping[str, Any]
 OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coeff", "mtp_layers", "num_dense_layers")
@@ -36,19 +43,22 @@ OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coe
 def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtype) -> str:
     """Write ``target``, a folder that ``transformers`` loads, and return its family. States stay fp32.
 
-    At most one tensor is held at a time. Raises CheckpointError if the checkpoint is damaged or not finite, if no
-    family of Hugging Face computes what the model does, or if the folder holds something. It appears whole or not at
-    all.
+    At most one tensor is held at a time. Frozen weights come from the folder of the run's base. Raises CheckpointError
+    if the checkpoint is damaged or not finite, if its base is another one, if no family of Hugging Face computes what
+    the model does, or if the folder holds something. It appears whole or not at all.
     """
     config = config_of(assembly.resolved())
     family: str = config["model_type"]
     with way_out(checkpoint):
         manifest = read_manifest(checkpoint)
+        require_same_base(checkpoint, manifest.origin.base, base_of(assembly.spec.train, None))
         files = opened(checkpoint, manifest)
-    origins = {name: origin_of(name.split("/", 1)[1], FAMILIES[family].rules) for name in _exported(manifest)}
+    frozen = _Frozen(assembly)
+    shapes = {name: manifest.tensors[name].shape for name in _exported(manifest)} | frozen.shapes
+    origins = {name: origin_of(name.split("/", 1)[1], FAMILIES[family].rules) for name in shapes}
     tokenizer = tokenizer_beside(Path(assembly.spec.run.dir) / TOKENIZER)
     with new_folder(target) as scratch:
-        lay_out(scratch, _described(origins, manifest, dtype))
+        lay_out(scratch, _described(origins, shapes, dtype))
         config["dtype"] = str(dtype).removeprefix("torch.")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
@@ -60,7 +70,8 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
             all_finite(checkpoint, Damage) as as_saved,
         ):
             for name, origin in origins.items():
-                values = as_saved(name.split("/", 1)[1], files[name].get_tensor(name))
+                values = frozen.read(name) if name in frozen.shapes else files[name].get_tensor(name)
+                as_saved(name.split("/", 1)[1], values)
                 as_written(name.split("/", 1)[1], origin.of(written.tensors[origin.name]).copy_(values))
         written.flush()
     return family
@@ -136,7 +147,31 @@ def _exported(manifest: Manifest) -> list[str]:
     return [*(name for name in manifest.tensors if name.startswith("model/")), *routers]
 
 
-def _described(origins: Mapping[str, Origin], manifest: Manifest, dtype: torch.dtype) -> dict[str, Description]:
+class _Frozen:
+    """Weights that a run has frozen, as the folder of its base has them; none if it has none."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """The shape of each, by its name in a checkpoint."""
+        train = assembly.spec.train
+        if not train.freeze:
+            return
+        base = Path(train.weights or "")
+        self._folder = Folder(base)
+        model = on_meta(assembly)
+        rules = family_of(read_config(base), base).rules
+        self._origins, _ = placed(model, self._folder, rules, num_experts=assembly.site.dims.num_experts)
+        frozen = {piece.name for piece in canonical_parameters(model) if not piece.parameter.requires_grad}
+        self.shapes = {f"model/{name}": shape for name, shape in wanted(model) if name in frozen}
+
+    def read(self, name: str) -> Tensor:
+        """Values of a weight."""
+        return self._folder.read(self._origins[name.removeprefix("model/")])
+
+
+def _described(
+    origins: Mapping[str, Origin], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, Description]:
     """Every tensor of the folder, with the shape that its pieces make up."""
     pieces: dict[str, list[str]] = {}
     for name, origin in origins.items():
@@ -144,7 +179,7 @@ def _described(origins: Mapping[str, Origin], manifest: Manifest, dtype: torch.d
     described = {}
     for tensor, names in pieces.items():
         origin = origins[names[0]]
-        shape = manifest.tensors[names[0]].shape
+        shape = shapes[names[0]]
         left = list(reversed(shape) if origin.transposed else shape)
         whole = []
         for at, cut in enumerate(origin.cut):

@@ -25,6 +25,7 @@ from moefw.training.generate import RECOMPUTES, generate, keeps_past
 from moefw.training.progress import LEGEND
 from moefw.training.records.metrics import METRICS, read_metrics
 from moefw.training.session import Session
+from moefw.training.what_trains import Parameters
 from moefw_kernels.devices import is_gpu, runs_ahead
 
 SAMPLE_PROMPT = "def "
@@ -32,12 +33,16 @@ SAMPLE_TOKENS = 160
 SAMPLE_TEMPERATURE = 0.7
 
 
-def introduce(session: Session, start: int, changes: Sequence[str], console: Console) -> None:
-    """Print the sizes and device of the run, its first step, and the ``changes`` in the spec of a resumed run."""
+def introduce(session: Session, parameters: Parameters, start: int, changes: Sequence[str], console: Console) -> None:
+    """Print the sizes and device of the run, what of the model trains if not all does, the first step, and the
+    ``changes`` in the spec of a resumed run.
+    """
     held = sum(local(parameter).numel() for parameter in session.model.parameters())
     sizes = " ".join(f"{axis}={size}" for axis, size in session.layout.plan.sizes.items() if size > 1)
     ranks = f"{session.layout.plan.world} ranks ({sizes})" if sizes else "1 rank"
     say(console, f"{ranks} on {session.device.type}, {held / 1e6:.1f} M parameters on rank 0")
+    if any(parameters.frozen.values()):
+        say(console, parameters.line())
     train = len(session.data.train)
     heldout = len(session.data.heldout)
     ids = session.data.vocab_size

@@ -12,17 +12,15 @@ from typing import Any
 import torch
 
 from moefw import __version__
-from moefw.runtime.communication.agreement import everywhere
-from moefw.runtime.parallel.holders import holdings
-from moefw.runtime.parallel.local_shards import local
 from moefw.training.session import Session
+from moefw.training.what_trains import Parameters
 from moefw_kernels.devices import is_gpu
 
 CPUS = Path("/proc/cpuinfo")
 
 
-def facts(session: Session) -> dict[str, Any]:
-    """Fields of the events ``start`` and ``resume``: docs/runs.md. Collective."""
+def facts(session: Session, parameters: Parameters) -> dict[str, Any]:
+    """Fields of the events ``start`` and ``resume``: docs/runs.md."""
     assembly = session.assembly
     dims = assembly.site.dims
     plan = session.layout.plan
@@ -38,21 +36,13 @@ def facts(session: Session) -> dict[str, Any]:
         },
         "ranks": plan.world,
         "layout": {axis: size for axis, size in plan.sizes.items() if size > 1},
-        "parameters": num_parameters(session),
+        "parameters": parameters.total,
+        "frozen_parameters": sum(parameters.frozen.values()),
         "moe_layers": list(assembly.layers),
         "experts": dims.num_experts,
         "top_k": dims.top_k,
         "tokens_per_step": assembly.spec.train.tokens_per_step,
     }
-
-
-def num_parameters(session: Session) -> int:
-    """Number of parameters of the whole model. Collective."""
-    layout = session.layout
-    held = holdings(session.model)
-    share = sum(local(each.parameter).numel() / each.num_copies(layout) for each in held)
-    shares: list[float] = everywhere(share, layout.host_group())
-    return round(sum(shares))
 
 
 def device_name(device: torch.device) -> str:

@@ -72,6 +72,8 @@ class Tally:
         self.loss = torch.zeros(2, dtype=torch.float64, device=device)
         self.losses: dict[str, Tensor] = {}
         self.layers: dict[int, LayerTally] = {}
+        self.valid_tokens = 0
+        """Those of the global batch, with a loss or not, once the sums are on the host."""
 
     def copied(self) -> Tally:
         """These sums in memory of their own."""
@@ -93,13 +95,18 @@ class Tally:
             self.routes += [{} for _ in range(number + 1 - len(self.routes))]
             self.routes[number] |= {layer: new.expert_ids_TK for layer, new in output.layers.items()}
 
-    def reduce(self, layout: Layout) -> None:
-        """Sum over all ranks that hold different tokens, in one all-reduce, and start to copy the sums to the host."""
+    def reduce(self, layout: Layout, valid_tokens: Tensor | None = None) -> None:
+        """Sum over all ranks that hold different tokens, in one all-reduce, and start to copy the sums to the host.
+
+        ``valid_tokens``: the number of valid tokens of all ranks, which is copied with them.
+        """
         group = layout.group(*STAGE)
         named = self._named()
         if group is not None:
             all_reduce_flat(list(named.values()), group)
         self._told = _of_all_stages(named, layout.group("pp"))
+        if valid_tokens is not None:
+            self._told = {**self._told, ("valid tokens", 0, ""): valid_tokens}
         self._copy = HostCopy([*self._told.values()])
 
     def _named(self) -> dict[Key, Tensor]:
@@ -117,6 +124,8 @@ class Tally:
         for (kind, number, name), value in zip(self._told, self._copy.read(), strict=True):
             if kind == "loss":
                 told.loss = value
+            elif kind == "valid tokens":
+                told.valid_tokens = round(value.item())
             elif kind == "losses":
                 told.losses[name] = value
             else:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from moefw.compose.assembly import Assembly
+from moefw.compose.pretrained import read_weights
 from moefw.core.errors import CheckpointError, RunError
 from moefw.training import checkpoint
 from moefw.training.errors import NotFiniteError
@@ -29,7 +30,10 @@ def open_trained(assembly: Assembly) -> Iterator[tuple[Session, int]]:
     run_dir = Path(assembly.spec.run.dir)
     candidates(run_dir, "last")
     with open_session(assembly, Place(0, 1, 0, 1)) as session:
-        step, folder = _load_last(run_dir, session)
+        base = checkpoint.base_of(assembly.spec.train, None)
+        step, folder = _load_last(run_dir, session, base)
+        if base is not None:
+            read_weights(session.model, Path(base.folder), assembly, None, frozen_alone=True)
         try:
             yield session, step
         except NotFiniteError as error:
@@ -46,12 +50,13 @@ def _explained(error: NotFiniteError, session: Session, folder: Path) -> RunErro
     return RunError(what, "Compute with more range: precision={use: fp32}.")
 
 
-def _load_last(run_dir: Path, session: Session) -> tuple[int, Path]:
+def _load_last(run_dir: Path, session: Session, base: checkpoint.Base | None) -> tuple[int, Path]:
     """Step and the folder of the checkpoint that was read."""
     for _ in range(TRIES):
         ((_, folder),) = candidates(run_dir, "last")
         try:
-            return checkpoint.load(folder, session.model, None, tokenizer=session.data.fingerprint).step, folder
+            fingerprint = session.data.fingerprint
+            return checkpoint.load(folder, session.model, None, tokenizer=fingerprint, base=base).step, folder
         except CheckpointError:
             if folder.exists():
                 raise

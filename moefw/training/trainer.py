@@ -50,6 +50,7 @@ from moefw.training.routes.of_a_run import Routes
 from moefw.training.run_facts import facts, peak_memory
 from moefw.training.session import Session, lost_a_rank, open_session
 from moefw.training.step_record import record_of
+from moefw.training.what_trains import parameters_of, require_sensible_freeze
 from moefw.training.world import Place
 from moefw_kernels.devices import is_gpu
 
@@ -94,6 +95,7 @@ class Trainer:
     ) -> None:
         assembly = session.assembly
         spec = session.assembly.spec.train
+        require_sensible_freeze(session)
         self.session = session
         self.spec = spec
         self.requests = requests or StopRequests(resumable=lambda: resume is not None)
@@ -110,6 +112,7 @@ class Trainer:
         self.files = RunFiles(spec.on_full_disk, partial(say, self.console), self._full_disk)
         self.ledger = ledger and session.leads and is_gpu(session.device)
         self.host_group = session.layout.host_group()
+        self.base = checkpoint.base_of(spec, session.layout)
         self.saved = Path()
         self.resumes = resume is not None
         self.notes: list[str] = []
@@ -122,11 +125,12 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step."""
-        about = facts(self.session)
+        parameters = parameters_of(self.session)
+        about = facts(self.session, parameters)
         with self.log, self._recorded_end(), self.traces or nullcontext():
             changes = self._open_files(about)
             with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
-                introduce(self.session, self.start, [*self.notes, *changes], self.console)
+                introduce(self.session, parameters, self.start, [*self.notes, *changes], self.console)
                 self.requests.mode = "defer"
                 for step in range(self.start, self.spec.steps):
                     self._step_of_run(step, progress)
@@ -318,6 +322,7 @@ class Trainer:
             plugins=tuple(tuple(version) for version in session.assembly.versions()),
             tokenizer=session.data.fingerprint,
             sequences=self.feed.order.first(step + 1),
+            base=self.base,
         )
         keep = self.spec.keep_checkpoints
         optimizer = self.engine.optimizer
@@ -336,9 +341,12 @@ class Trainer:
         if chosen is None:
             self._read_weights()
             return 0
+        if self.base is not None:
+            self._read_weights(frozen_alone=True)
         model = self.session.model
         optimizer = self.engine.optimizer
-        manifest = checkpoint.load(chosen.folder, model, optimizer, tokenizer=data.fingerprint, group=group)
+        fingerprint = data.fingerprint
+        manifest = checkpoint.load(chosen.folder, model, optimizer, tokenizer=fingerprint, base=self.base, group=group)
         begin = manifest.origin.sequences - self.feed.order.first(manifest.step)
         order: Any = evolve(self.feed.order, begin=begin)
         self.feed = evolve(self.feed, order=order)
@@ -347,9 +355,10 @@ class Trainer:
         self.resumed = chosen.folder
         return manifest.step
 
-    def _read_weights(self) -> None:
-        """Start from the weights of a Hugging Face folder, if the spec names one. Collective."""
+    def _read_weights(self, *, frozen_alone: bool = False) -> None:
+        """Read the weights of a Hugging Face folder, or the frozen ones, if the spec names one. Collective."""
         if self.spec.weights is not None:
             stamp("reading weights", slow=True)
             session = self.session
-            read_weights(session.model, Path(self.spec.weights), session.assembly, self.host_group)
+            folder = Path(self.spec.weights)
+            read_weights(session.model, folder, session.assembly, self.host_group, frozen_alone=frozen_alone)

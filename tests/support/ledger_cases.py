@@ -55,6 +55,7 @@ LONGER = {**TRAIN, "tokens_per_step": 8192}
 """Four micro-batches where dp is 4."""
 BRIEF = {**TRAIN, "tokens_per_step": 2048}
 """One micro-batch where dp is 4."""
+FROZEN = {"freeze": ["layers.*.moe.experts.*", "embed.weight"], "weights": "of-no-folder"}
 RUN = {"device": "cpu"}
 SHARED_OUT: dict[str, Any] = {
     "model": {**MODEL, "num_layers": 3, "num_dense_layers": 1},
@@ -208,6 +209,8 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         {**SHARED_OUT, "train": {**TRAIN, "reduce_gradients": "step"}},
         8,
     ),
+    "experts and embedding frozen": ({**ONCE_A_RANK, "train": {**TRAIN, **FROZEN}}, 4),
+    "sharded, experts and embedding frozen": ({**SHARED_OUT, "train": {**TRAIN, **FROZEN}}, 8),
     "weight gradients delayed": ({**ONCE_A_RANK, "train": {**TRAIN, "delay_wgrads": True}}, 4),
     "merged": ({**ONCE_A_RANK, "train": LONGER, "pipeline": {"use": "merged"}}, 4),
     "merged, pages": (
@@ -254,6 +257,7 @@ QUICK = (
     "packs of documents that ranks share",
     "gradients in bf16",
     "gradients reduced once",
+    "sharded, experts and embedding frozen",
     "a third party's dispatcher and memory policy",
 )
 """Specs that together have every dispatcher, GEMM and layout, and every way of memory policies."""

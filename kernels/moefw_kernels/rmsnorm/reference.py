@@ -33,14 +33,16 @@ class _RMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """With n = x s: dx = s (g w - n mean(g w n)), dw = sum(g n)."""
         x, weight_D, scale = ctx.saved_tensors
         normed = x * scale.to(x.dtype)
-        grad_weight = (grad * normed).flatten(0, -2).sum(0, dtype=_wide(x))
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * normed).flatten(0, -2).sum(0, dtype=_wide(x)).to(weight_D.dtype)
         weighted = grad * weight_D.to(x.dtype)
         mean = torch.linalg.vecdot(weighted, normed).unsqueeze(-1).div_(x.shape[-1])
-        return weighted.sub_(normed.mul_(mean)).mul_(scale.to(x.dtype)), grad_weight.to(weight_D.dtype), None
+        return weighted.sub_(normed.mul_(mean)).mul_(scale.to(x.dtype)), grad_weight, None
 
 
 def _wide(x: Tensor) -> torch.dtype:

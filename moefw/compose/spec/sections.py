@@ -22,6 +22,12 @@ class TrainSpec:
 
     weights: str | None = None
     """Hugging Face folder of the weights to start from; ``model.preset`` may be the same one. null: random weights."""
+    freeze: tuple[str, ...] = ()
+    """Names of weights that stay those of ``weights``, as patterns: ``layers.*.moe.experts.*``, ``embed.weight``.
+
+    ``*`` stands for any characters. A frozen weight has no gradient, no decay and no optimizer state, is held in the
+    dtype of its folder, and is not part of checkpoints, which name the folder instead.
+    """
     record_routes: bool = False
     """Whether each token's experts are written into ``routes`` in the run's folder."""
     replay_routes: str | None = None

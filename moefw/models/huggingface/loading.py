@@ -65,18 +65,28 @@ def placed(
 
 
 @torch.no_grad()
-def fill(model: nn.Module, folder: Folder, origins: Mapping[str, Origin], group: ProcessGroup | None) -> None:
+def fill(
+    model: nn.Module,
+    folder: Folder,
+    origins: Mapping[str, Origin],
+    group: ProcessGroup | None,
+    *,
+    frozen_alone: bool = False,
+) -> None:
     """Fill parameters and the routers' states on this rank from where :func:`placed` has found them. Collective.
 
+    ``frozen_alone``: only the parameters that do not train, because a checkpoint has the rest.
     Raises CheckpointError on all ranks of ``group`` if one of them has read NaN or infinity; the model is then useless.
     """
     with folder.reading(group) as read:
         for parameter, pieces in by_parameter(model):
+            if frozen_alone and parameter.requires_grad:
+                continue
             with all_of(parameter) as values:
                 for piece in pieces:
                     whole = read(origins[piece.name])
                     piece.of(values).copy_(whole if piece.shard is None else piece.shard.of(whole))
-        for name, state in router_states(model):
+        for name, state in () if frozen_alone else router_states(model):
             state.copy_(read(origins[name]))
 
 

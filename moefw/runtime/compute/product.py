@@ -24,19 +24,22 @@ from moefw.runtime.memory.dropped import output_of
 class SharedInput:
     """Input ``x`` that several GEMMs read. The first one quantizes and saves it; the others reuse its operands."""
 
-    __slots__ = ("_made", "x")
+    __slots__ = ("_made", "_saves", "x")
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
         self._made: tuple[Any, SavedOperand] | None = None
+        self._saves = False
 
-    def made_of(self, x: Tensor, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand]:
-        """Operand of fprop, and the saved operand for wgrad."""
-        if self._made is not None:
+    def made_of(self, x: Tensor, precision: Precision, rows: RowGroups, *, trains: bool) -> tuple[Any, SavedOperand]:
+        """Operand of fprop, and the saved operand for wgrad, if the weight ``trains``."""
+        # What was made for a frozen weight saves nothing, and another GEMM may need it.
+        if self._made is not None and (self._saves or not trains):
             return self._made
-        made = input_operands(x, precision, rows)
+        made = input_operands(x, precision, rows, trains=trains)
         if precision.shares_inputs:
             self._made = made
+            self._saves = trains
         return made
 
 
@@ -113,7 +116,8 @@ class _Linear(torch.autograd.Function):
         sizes: tuple[int, ...] | None,
         shared: SharedInput,
     ) -> Tensor:
-        input_operand, saved_input = shared.made_of(x, precision, RowGroups(ends_e, keys_R, sizes))
+        rows = RowGroups(ends_e, keys_R, sizes)
+        input_operand, saved_input = shared.made_of(x, precision, rows, trains=ctx.needs_input_grad[1])
         ctx.weight = WeightUse(weight)
         weight_operand, saved_weight = ctx.weight.operands(weight, precision)
         out: Tensor = input_operand @ weight_operand.mT
@@ -153,7 +157,8 @@ class _WideLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtype = x.dtype
         ctx.weight = WeightUse(weight)
         return F.linear(x.to(dtype), weight.to(dtype))
 
@@ -161,7 +166,7 @@ class _WideLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        grad_x = (grad @ weight.to(grad.dtype)).to(ctx.dtype)
         return grad_x, ctx.weight.gradient(ctx, 1, lambda: (grad, x.to(grad.dtype))), None
 
 
@@ -172,7 +177,8 @@ class _LinearByParts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.weight = WeightUse(weight)
         weight_parts, saved_weight = ctx.weight.operands(weight, bf16_parts.RECIPE)
-        ctx.save_for_backward(x, *saved_weight.tensors)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, *saved_weight.tensors)
+        ctx.dtype = x.dtype
         ctx.make_weight_parts = saved_weight.operand
         product: Tensor = BF16Sum.of(x) @ weight_parts.mT
         return product
@@ -182,5 +188,5 @@ class _LinearByParts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, *weight_tensors = ctx.saved_tensors
         grad_parts = BF16Sum.of(grad)
-        grad_x = (grad_parts @ ctx.make_weight_parts(weight_tensors)).to(x.dtype)
+        grad_x = (grad_parts @ ctx.make_weight_parts(weight_tensors)).to(ctx.dtype)
         return grad_x, ctx.weight.gradient(ctx, 1, lambda: (grad_parts, BF16Sum.of(x)))

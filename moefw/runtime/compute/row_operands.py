@@ -23,8 +23,13 @@ def both_ways(x: Tensor, role: Role, precision: Precision, rows: RowGroups) -> t
     return None if make is None else make(x, role, rows)
 
 
-def input_operands(x: Tensor, precision: Precision, rows: RowGroups) -> tuple[Any, SavedOperand]:
-    """Operand of fprop, and the saved operand for wgrad: ``x`` itself if it will be recomputed."""
+def input_operands(x: Tensor, precision: Precision, rows: RowGroups, *, trains: bool) -> tuple[Any, SavedOperand]:
+    """Operand of fprop, and the saved operand for wgrad: ``x`` itself if it will be recomputed.
+
+    ``trains``: whether there is a wgrad. A frozen weight has none, and nothing is saved.
+    """
+    if not trains:
+        return precision.quantize(x, role="input", during="fprop", rows=rows), SavedOperand((), lambda _: None)
     if output_of(x) is None:
         operands = both_ways(x, "input", precision, rows)
         if operands is not None:

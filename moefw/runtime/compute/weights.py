@@ -68,15 +68,16 @@ class WeightUse:
     def gradient(
         self, ctx: Any, index: int, operands: Callable[[], tuple[Any, Any]], ends_e: Tensor | None = None
     ) -> Tensor | None:
-        """The weight's gradient for autograd; None if it is added to the sum of the step, or computed later.
+        """The weight's gradient for autograd; None if it goes to the sum of the step, is computed later, or not at all.
 
         ``operands`` returns those of wgrad, ``(R, O)`` and ``(R, I)``; ``ends_e``: where each group of rows ends.
         ``index``: the position of the weight among the tensors that the Function ``ctx`` was given.
         """
+        if not ctx.needs_input_grad[index]:  # a frozen weight
+            return None
         shared = self._shared
         if shared is not None:
-            if shared.trains:
-                self._now_or_later(lambda: shared.add(*operands(), ends_e))
+            self._now_or_later(lambda: shared.add(*operands(), ends_e))
             return None
 
         def product() -> Tensor:
@@ -96,8 +97,7 @@ class WeightUse:
         """
         if self._shared is None:
             return _scattered(grad_ND, rows_N, shape)
-        if self._shared.trains:
-            self._shared.add_rows(grad_ND, rows_N)
+        self._shared.add_rows(grad_ND, rows_N)
         return None
 
     def _now_or_later(self, accumulate: Callable[[], None]) -> None:
@@ -115,10 +115,6 @@ class Accumulator(Protocol):
     @property
     def grad_dtype(self) -> torch.dtype | None:
         """The dtype of the gradient."""
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether there is to be a gradient."""
 
     @property
     def shape(self) -> torch.Size:
@@ -153,11 +149,6 @@ class SharedWeight:
     def __init__(self, accumulator: Accumulator, operands: SharedOperands | None = None) -> None:
         self._accumulator = accumulator
         self.operands = operands
-
-    @property
-    def trains(self) -> bool:
-        """Whether the weight has a gradient."""
-        return self._accumulator.requires_grad
 
     @torch.no_grad()
     def add(self, grad: Any, x: Any, ends_e: Tensor | None) -> None:

@@ -61,6 +61,8 @@ def add_up_in(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
 class Gradients:
     """The gradients of a model on this rank, which micro-batches add up in ``dtype``: see :func:`add_up_in`.
 
+    Frozen parameters have none: neither sums nor zeros.
+
     Their sums over ranks may start while backward goes on: :meth:`start` takes those that no later pass changes. All
     ranks must start the same ones in the same order.
     """
@@ -68,9 +70,12 @@ class Gradients:
     def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
         self.layout = layout
         self._dtype = dtype
+        self._device = next(model.parameters()).device
         parts = part_of_each(model)
         families: dict[tuple[Side, str | None, tuple[int, ...]], Family] = {}
         for held in holdings(model):
+            if not held.parameter.requires_grad:  # it is frozen
+                continue
             key = held.side, held.split_axis, held.stages
             if key not in families:
                 families[key] = Family(
@@ -155,14 +160,12 @@ class Gradients:
     def norms(self) -> Tensor:
         """Norms of the whole gradient and of each of ``PARTS``, ``(1 + parts)`` fp64, the same on every rank."""
         # Each copy of an element adds its share, so the sum over all ranks counts the element once.
-        whole = []
-        by_part = []
+        squares_X = torch.zeros(1 + len(PARTS), dtype=torch.float64, device=self._device)
         for family, of_part_XP in zip(self.families, self._of_parts, strict=True):
             squares_P = _squares(_local(family.parameters))
-            whole.append(squares_P.sum() / family.copies)
             # Chosen, not multiplied by 0: a square may be infinite.
-            by_part.append(torch.where(of_part_XP, squares_P, 0.0).sum(1) / family.copies)
-        squares_X = torch.cat([torch.stack(whole).sum().unsqueeze(0), torch.stack(by_part).sum(0)])
+            by_part_X = torch.where(of_part_XP, squares_P, 0.0).sum(1)
+            squares_X += torch.cat([squares_P.sum().unsqueeze(0), by_part_X]) / family.copies
         group = self.layout.group("pp", *STAGE)
         if group is not None:
             dist.all_reduce(squares_X, group=group)

@@ -138,10 +138,13 @@ def reduce_pass(model: nn.Module) -> None:
 
 
 def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int) -> None:
-    """Replace the matrices of a unit, single or stacked, by masters with ``codec``. Vectors stay as they are."""
+    """Replace the matrices of a unit, single or stacked, by masters with ``codec``.
+
+    Vectors stay as they are, and so do frozen matrices, which have no master.
+    """
     for path, module in unit.named_modules():
         for key, parameter in [*module.named_parameters(recurse=False)]:
-            if parameter.ndim > 1:
+            if parameter.ndim > 1 and parameter.requires_grad:
                 full_name = ".".join(filter(None, (name, path, key)))
                 codec.require(full_name, parameter.shape, shards)
                 module.register_parameter(key, nn.Parameter(Master(parameter.detach(), codec)))

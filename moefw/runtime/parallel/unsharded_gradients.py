@@ -44,11 +44,6 @@ class UnshardedGradient:
         return dtype
 
     @property
-    def requires_grad(self) -> bool:
-        """Whether the parameter has a gradient."""
-        return bool(self._fsdp_param.sharded_param.requires_grad)
-
-    @property
     def shape(self) -> torch.Size:
         """The shape of the whole parameter."""
         shape: torch.Size = self._fsdp_param.sharded_param.shape

@@ -71,6 +71,8 @@ class Player:
         """The output of the forward that has just run."""
         self._passed: dict[Key, Sequence[Tensor]] = {}
         """Tensors without memory, like those passed on, whose gradients come back."""
+        self._differentiable: dict[Key, Sequence[bool]] = {}
+        """Whether each of them requires a gradient: none does behind stages in which all weights are frozen."""
 
     def _prepared(self, *, delay_wgrads: bool, by_phase: bool) -> Iterator[tuple[Key, InFlight]]:
         """Yield what will hold each micro-batch of each stage."""
@@ -211,6 +213,7 @@ class Player:
         output: Output | Passed = self._in_flight[key].end_forward()
         if isinstance(output, Passed):
             self._passed[key] = [torch.empty_like(tensor, device="meta") for tensor in output.tensors]
+            self._differentiable[key] = [tensor.requires_grad for tensor in output.tensors]
             self._pass_on(stage, "forward", output.tensors, number=number, inbox=self._inputs)
             self._outputs.append(replace(output, tensors=()))
             return
@@ -224,7 +227,10 @@ class Player:
     def _begin_backward(self, key: Key) -> InFlight:
         """Wait for the gradients with which a backward begins."""
         in_flight = self._in_flight[key]
-        in_flight.begin_backward(self._grads.pop(key)())
+        grads = self._grads.pop(key)()
+        if key in self._differentiable:
+            grads = [grad for grad, takes in zip(grads, self._differentiable.pop(key), strict=True) if takes]
+        in_flight.begin_backward(grads)
         return in_flight
 
     def _end_backward(self, key: Key) -> None:

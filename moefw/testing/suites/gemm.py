@@ -25,6 +25,7 @@ from moefw.testing.suites.gemm_case import (
     Results,
     backward,
     computed,
+    computed_frozen,
     computed_in_step,
     computed_late,
     computed_on_this_rank,
@@ -32,8 +33,10 @@ from moefw.testing.suites.gemm_case import (
     diagnosis,
     differing,
     experts_of,
+    freeze,
     named_on_this_rank,
     parameters_of,
+    round_to_bf16,
     rows,
     saved_bytes,
     shapes_of,
@@ -253,6 +256,26 @@ class GemmSuite(Suite):
         batch, probe = bench.inputs(case, self.dims["dim"])
         wrong = differing(self._compute(bench, case), computed_late(bench.experts, batch, probe))
         assert not wrong, f"{self.plugin.name}: {wrong} change if weight gradients are computed later."
+
+    def test_frozen_weights_get_no_gradient_and_change_no_other(self) -> None:
+        """They are in bf16, as folders have them. Rows get the bits that they get where the same values train."""
+        self.must_repeat()
+        bench = self.bench(formula=self._formulas()[-1])
+        case = GemmCase(counts=self._counts(4), seed=4)
+        round_to_bf16(bench.experts)
+        trained = self._compute(bench, case)
+        freeze(bench.experts)
+        batch, probe = bench.inputs(case, self.dims["dim"])
+        try:
+            by_way = computed_frozen(bench.experts, batch, probe)
+        except Exception as error:
+            what = f"{self.plugin.name} fails if its weights are frozen ({type(error).__name__}: {error})."
+            raise AssertionError(f"{what} Ask ctx.needs_input_grad, or call WeightUse.gradient(ctx, ...).") from error
+        for way, results in by_way.items():
+            wrong = differing({name: trained[name] for name in results}, results)
+            assert not wrong, f"{self.plugin.name}: {wrong} changes if its weights are frozen ({way})."
+        with_grad = [name for name, parameter in bench.experts.named_parameters() if parameter.grad is not None]
+        assert not with_grad, f"{self.plugin.name} gives gradients to frozen weights: {', '.join(with_grad)}."
 
     def test_micro_batches_of_a_step_add_up(self) -> None:
         """They share operands of weights, and gradients that are added up in place are the sums of those of each."""

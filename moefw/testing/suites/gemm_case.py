@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -138,6 +139,39 @@ def computed_in_step(experts: Any, inputs: Sequence[tuple[ExpertBatch, Tensor]])
     for variable in variables:
         variable.grad = None
     return {name: grad for name, grad in results.items() if name not in ("rows", "row_weights")}
+
+
+@torch.no_grad()
+def round_to_bf16(experts: Any) -> None:
+    """Give each parameter values that bf16 holds, as weights of a folder have."""
+    for parameter in experts.parameters():
+        parameter.copy_(parameter.bfloat16())
+
+
+def freeze(experts: Any) -> None:
+    """Replace each parameter by a frozen one in bf16."""
+    for module in experts.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            module.register_parameter(name, nn.Parameter(parameter.detach().bfloat16(), requires_grad=False))
+
+
+def computed_frozen(experts: Any, batch: ExpertBatch, probe_RD: Tensor) -> dict[str, Results]:
+    """Output and gradients of rows and their weights, by the way in which experts whose weights are frozen are run."""
+    variables = [batch.rows_RD, batch.row_weights_R]
+    later = Wgrads()
+    ways: dict[str, AbstractContextManager[object]] = {
+        "alone": nullcontext(),
+        "in a step": shared_by_micro_batches(experts.parameters()),
+        "with weight gradients left for later": forward_with(wgrads=later),
+    }
+    results = {}
+    for way, context in ways.items():
+        with context:
+            out_RD: Tensor = experts(batch)
+            grads = torch.autograd.grad(out_RD, variables, probe_RD.to(out_RD.dtype))
+        later.run()
+        results[way] = {"out": out_RD.detach(), "rows": grads[0], "row_weights": grads[1]}
+    return results
 
 
 def _variables(experts: Any, batch: ExpertBatch) -> list[Tensor]:

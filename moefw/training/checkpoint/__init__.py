@@ -5,17 +5,20 @@ Names do not depend on the layout, so a checkpoint loads into any layout of the 
 renames; ``choice`` finds the one to continue from, and ``loading`` checks all of it before it changes anything.
 """
 
+from moefw.training.checkpoint.base import base_of
 from moefw.training.checkpoint.choice import Chosen, another, choose, choose_together, way_back
 from moefw.training.checkpoint.commit import set_aside_after
 from moefw.training.checkpoint.loading import load
-from moefw.training.checkpoint.manifest import Manifest, Origin
+from moefw.training.checkpoint.manifest import Base, Manifest, Origin
 from moefw.training.checkpoint.saving import save
 
 __all__ = [
+    "Base",
     "Chosen",
     "Manifest",
     "Origin",
     "another",
+    "base_of",
     "choose",
     "choose_together",
     "load",

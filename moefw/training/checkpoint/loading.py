@@ -16,8 +16,9 @@ from moefw.runtime.communication.agreement import raise_together
 from moefw.runtime.parallel.local_shards import all_of
 from moefw.runtime.pipeline.stage import names_in_stages
 from moefw.system.stamps import stamp
+from moefw.training.checkpoint.base import require_same_base
 from moefw.training.checkpoint.choice import way_out
-from moefw.training.checkpoint.manifest import Manifest, SavedTensor, read_manifest
+from moefw.training.checkpoint.manifest import Base, Manifest, SavedTensor, read_manifest
 from moefw.training.checkpoint.shards import opened, words
 from moefw.training.checkpoint.slots import Slot, by_target, model_slots, optimizer_slots
 
@@ -28,18 +29,20 @@ def load(
     optimizer: torch.optim.Optimizer | None,
     *,
     tokenizer: str = "",
+    base: Base | None = None,
     group: ProcessGroup | None = None,
 ) -> Manifest:
     """Check every hash, fill a model, its state and its optimizer, and return the manifest. Collective.
 
-    ``tokenizer``: fingerprint of the tokenizer in use. Raises CheckpointError on all ranks of ``group``, before any
-    tensor is filled, if one of them sees a damaged folder, another model or another tokenizer.
+    Frozen parameters are not filled: the folder of the ``base`` in use has them. ``tokenizer``: fingerprint of the
+    tokenizer in use. Raises CheckpointError on all ranks of ``group``, before any
+    tensor is filled, if one of them sees a damaged folder, another model, another tokenizer or another base.
     """
     checked = None
     error = None
     names = names_in_stages(model_slots(model), model)
     try:
-        checked = _checked(folder, model, optimizer, tokenizer, names)
+        checked = _checked(folder, model, optimizer, tokenizer, base, names)
     except CheckpointError as own_error:
         error = own_error
     raise_together(error, group)
@@ -54,7 +57,12 @@ def load(
 
 
 def _checked(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, tokenizer: str, names: Set[str]
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tokenizer: str,
+    base: Base | None,
+    names: Set[str],
 ) -> tuple[Manifest, Mapping[str, Any], Mapping[str, Slot]]:
     """Manifest, and each tensor's open file and slot by name. Raises CheckpointError.
 
@@ -63,6 +71,7 @@ def _checked(
     with way_out(folder):
         manifest = read_manifest(folder)
         _check_same_tokenizer(folder, manifest.origin.tokenizer, tokenizer)
+        require_same_base(folder, manifest.origin.base, base)
         files = opened(folder, manifest)
     saved = manifest.tensors
     slots = model_slots(model)

@@ -65,15 +65,29 @@ class SavedShard:
 
 
 @frozen(kw_only=True)
+class Base:
+    """Folder of frozen weights, which a checkpoint does not hold.
+
+    ``freeze``: the patterns of their names. ``files``: each file of the folder that matters, with its SHA-256.
+    """
+
+    folder: str
+    freeze: tuple[str, ...]
+    files: tuple[tuple[str, str], ...]
+
+
+@frozen(kw_only=True)
 class Origin:
     """The run that saved a checkpoint: its world, ``[hook, name, distribution, version]`` of each of its plugins, the
-    fingerprint of its tokenizer (empty: unknown) and how many sequences it has read.
+    fingerprint of its tokenizer (empty: unknown) and how many sequences it has read. ``base``: where its frozen weights
+    are; None: all weights are in the checkpoint.
     """
 
     world: int = 1
     plugins: tuple[tuple[str, ...], ...] = ()
     tokenizer: str = ""
     sequences: int = 0
+    base: Base | None = None
 
 
 @frozen(kw_only=True)
@@ -99,7 +113,10 @@ class Manifest:
         return _canonical({**self._content(), "sha256": self.digest})
 
     def _content(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        content = asdict(self)
+        if self.origin.base is None:
+            del content["origin"]["base"]  # manifests that were written before there was one have other bytes else
+        return {"format": FORMAT, **content}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -179,8 +196,21 @@ def _structured(content: object) -> Manifest:
             plugins=tuple(tuple(plugin) for plugin in plugins),
             tokenizer=_item(origin, "tokenizer", str),
             sequences=_count(origin, "sequences"),
+            base=_base_from(origin["base"]) if "base" in origin else None,
         ),
         shards=shards,
+    )
+
+
+def _base_from(data: object) -> Base:
+    freeze = _item(data, "freeze", list)
+    files = _item(data, "files", list)
+    if not all(type(pattern) is str for pattern in freeze):
+        raise ValueError(f"freeze is {show(freeze)}")
+    if not all(type(pair) is list and [type(word) for word in pair] == [str, str] for pair in files):
+        raise ValueError(f"files is {show(files)}")
+    return Base(
+        folder=_item(data, "folder", str), freeze=tuple(freeze), files=tuple((name, digest) for name, digest in files)
     )
 
 

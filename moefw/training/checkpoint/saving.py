@@ -64,9 +64,11 @@ def save(
 def owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that this rank writes, on the host. The ranks that hold copies of parameters take turns.
 
+    Frozen parameters are not written: their folder has them.
     Only one tensor at a time is gathered on the device, as it may not have memory for all offloaded states together.
     """
-    for turn, holding in enumerate(holdings(model)):
+    trained = (holding for holding in holdings(model) if holding.parameter.requires_grad)
+    for turn, holding in enumerate(trained):
         stamp("gathering a checkpoint")
         parameter = holding.parameter
         moments = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}

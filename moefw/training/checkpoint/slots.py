@@ -54,8 +54,8 @@ class Slot:
 
 
 def model_slots(model: nn.Module) -> dict[str, Slot]:
-    """Slots of a model's parameters and of its state, by name."""
-    slots = {f"model/{piece.name}": Slot(piece.parameter, piece) for piece in canonical_parameters(model)}
+    """Slots of the parameters that train and of a model's state, by name."""
+    slots = {f"model/{piece.name}": Slot(piece.parameter, piece) for piece in _trained(model)}
     return slots | {f"state/{name}": Slot(tensor) for name, tensor in state_tensors(model).items()}
 
 
@@ -70,7 +70,7 @@ def optimizer_slots(
     slots: dict[str, Slot] = {}
     rooms: dict[nn.Parameter, dict[str, Tensor]] = {}
     keys = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
-    for piece in canonical_parameters(model):
+    for piece in _trained(model):
         states = rooms.setdefault(piece.parameter, dict(optimizer.state.get(piece.parameter, {})))
         for key in sorted(keys | states.keys()):
             name = f"optimizer/{key}/{piece.name}"
@@ -81,6 +81,10 @@ def optimizer_slots(
                 states[key] = torch.zeros_like(like) if saved[name].shape else torch.zeros((), device=like.device)
             slots[name] = Slot(states[key], piece if states[key].dim() else None, rests=True)
     return slots, rooms
+
+
+def _trained(model: nn.Module) -> Iterable[Canonical]:
+    return (piece for piece in canonical_parameters(model) if piece.parameter.requires_grad)
 
 
 def by_target(slots: Mapping[str, Slot]) -> Iterable[list[tuple[str, Slot]]]:

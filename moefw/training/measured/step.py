@@ -92,7 +92,8 @@ class _Step:
         self.operations = Operations(recorder, layout)
         self.operations.learn_weights(model)
         train = assembly.spec.train
-        self.optimizer: Any = assembly.parts.optimizer.build(dict(model.named_parameters()), train.lr)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.optimizer: Any = assembly.parts.optimizer.build(trained, train.lr)
         self.engine = Engine.of(model, self.optimizer, layout, train)
         self.began = 0
         self.gradients: list[Life] = []
@@ -126,7 +127,7 @@ class _Step:
 
     def _give_states(self) -> None:
         """Let the optimizer allocate its states."""
-        for parameter in self.model.parameters():
+        for parameter in (each for each in self.model.parameters() if each.requires_grad):
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

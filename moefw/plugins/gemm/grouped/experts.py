@@ -98,7 +98,7 @@ class _In(torch.autograd.Function):
         ctx: Any, recipe: Precision, x_RD: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes, gate_up: Tensor
     ) -> Tensor:
         rows = RowGroups(ends_e, keys_R, sizes)
-        x, kept_x = input_operands(x_RD, recipe, rows)
+        x, kept_x = input_operands(x_RD, recipe, rows, trains=ctx.needs_input_grad[-1])
         ctx.weight = WeightUse(gate_up)
         w13, kept_w13 = ctx.weight.operands(gate_up, recipe)
         _save(
