@@ -17,6 +17,7 @@ _MODULES = (
     "core.records",
     "core.data",
     "core.plugin",
+    "core.probes",
     "core.contracts",
     "runtime.parallel.meshes",
     # What follows imports torch.
@@ -110,6 +111,8 @@ __all__ = [
     "Precision",
     "PrecisionPlugin",
     "Pretrained",
+    "Probe",
+    "ProbeError",
     "Problem",
     "ReplacedBlocks",
     "Router",

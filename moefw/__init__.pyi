@@ -57,6 +57,8 @@ from moefw.core.plugin import Plugin as Plugin
 from moefw.core.plugin import PrecisionPlugin as PrecisionPlugin
 from moefw.core.plugin import RouterPlugin as RouterPlugin
 from moefw.core.plugin import SchedulePlugin as SchedulePlugin
+from moefw.core.probes import Probe as Probe
+from moefw.core.probes import ProbeError as ProbeError
 from moefw.core.records import Action as Action
 from moefw.core.records import Canonical as Canonical
 from moefw.core.records import Pair as Pair

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Final
 
-from moefw.core.hooks import moefw_after_step, moefw_before_step, moefw_check
+from moefw.core.hooks import moefw_after_step, moefw_before_step, moefw_check, moefw_probes
 from moefw.core.kinds import KINDS, Kind
 
 HEAD: Final = """# Kinds of plugin
@@ -48,7 +48,7 @@ def page() -> Iterator[str]:
     yield "\nA kind without a link has no suite, template and guide:\n"
     yield from (f"- `{kind.name}`: {kind.why_not}" for kind in KINDS.values() if kind.why_not)
     yield "\n## Other hooks\n\n| hook | what it does |\n|---|---|"
-    for hook in (moefw_check, moefw_before_step, moefw_after_step):
+    for hook in (moefw_check, moefw_probes, moefw_before_step, moefw_after_step):
         text = inspect.cleandoc(hook.__doc__ or "").replace("``", "`").partition("\n")[0]
         yield f"| `{hook.__name__}({', '.join(inspect.signature(hook).parameters)})` | {text} |"
     yield f"\n{COMMANDS.rstrip()}"

@@ -26,8 +26,9 @@ from moefw.compose.torch_settings import unchanged
 from moefw.compose.trust import ALLOWED, OURS, allowed
 from moefw.core import hooks
 from moefw.core.errors import MoefwError, PluginError, Problem, closest, nearest
-from moefw.core.kinds import KINDS, Kind
+from moefw.core.kinds import KINDS
 from moefw.core.plugin import Plugin
+from moefw.core.probes import Probe
 
 GROUP = "moefw"
 """The entry-point group. The name of an entry point is the name of the part that it declares."""
@@ -61,11 +62,12 @@ class Offer:
 class Registry:
     """The plugins of one process. ``extra`` adds modules that have no entry point, for tests and notebooks.
 
-    ``warnings``: what the authors of loaded plugins should change.
+    ``warnings``: what the authors of loaded plugins should change. ``probes``: those of loaded plugins.
     """
 
     def __init__(self, extra: Iterable[Any] = ()) -> None:
         self.warnings: list[str] = []
+        self.probes: list[Probe] = []
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hooks)
         self._parts: dict[tuple[str, str], RegisteredPlugin] = {}
@@ -172,6 +174,7 @@ class Registry:
             self._manager.check_pending()
             self._owners[id(module)] = (distribution, version)
             declared = list(self._declared(module, distribution, version, label))
+            probes = list(self._probes_of(module, distribution, label))
             if not self._only_observes(module):
                 _keep_promise(promised, declared, distribution, version)
         except (pluggy.PluginValidationError, PluginError) as error:
@@ -187,15 +190,11 @@ class Registry:
                 f"plugin {label} breaks the hook interface: {' '.join(str(error).split())}.", hint
             ) from error
         self._parts |= {(part.kind, part.name): part for part in declared}
+        self.probes += probes
 
     def _declared(self, module: Any, distribution: str, version: str, label: str) -> Iterator[RegisteredPlugin]:
         for kind in KINDS.values():
-            for implementation in self._implementations(kind, of=module):
-                try:
-                    declarations = list(implementation())
-                except Exception as error:
-                    what = f"plugin {label} raises in {kind.hook}: {type(error).__name__}: {error}."
-                    raise PluginError(what, f"Mend or uninstall {distribution}.") from error
+            for declarations in self._returned(kind.hook, module, distribution, label):
                 for declaration in declarations:
                     if not (isinstance(declaration, type) and issubclass(declaration, kind.base)):
                         what = f"plugin {label} returns {declaration!r} from {kind.hook}"
@@ -210,13 +209,30 @@ class Registry:
                         raise PluginError(what, _way_out(name, [rival.distribution, distribution]))
                     yield RegisteredPlugin(kind.name, name, declaration, distribution, version)
 
+    def _probes_of(self, module: Any, distribution: str, label: str) -> Iterator[Probe]:
+        for probes in self._returned("moefw_probes", module, distribution, label):
+            for probe in probes:
+                if not isinstance(probe, Probe):
+                    raise PluginError(f"plugin {label} returns {probe!r} from moefw_probes, which wants moefw.Probe.")
+                yield probe
+
+    def _returned(self, hook: str, module: Any, distribution: str, label: str) -> Iterator[list[Any]]:
+        """Yield what each implementation of a hook in a module returns. Raises PluginError if one raises."""
+        for implementation in self._implementations(hook, of=module):
+            try:
+                returned = list(implementation())
+            except Exception as error:
+                what = f"plugin {label} raises in {hook}: {type(error).__name__}: {error}."
+                raise PluginError(what, f"Mend or uninstall {distribution}.") from error
+            yield returned
+
     def _only_observes(self, module: Any) -> bool:
         """Whether a module implements hooks, and no declaring one."""
         callers = self._manager.get_hookcallers(module) or []
         return bool(callers) and not any(caller.name in hooks.DECLARING for caller in callers)
 
-    def _implementations(self, kind: Kind, of: Any) -> Iterator[Callable[..., Any]]:
-        for implementation in getattr(self._manager.hook, kind.hook).get_hookimpls():
+    def _implementations(self, hook: str, of: Any) -> Iterator[Callable[..., Any]]:
+        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             if implementation.plugin is of:
                 yield implementation.function
 

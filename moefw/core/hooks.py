@@ -18,6 +18,7 @@ from moefw.core.plugin import Plugin
 
 if TYPE_CHECKING:
     from moefw.core.errors import Problem
+    from moefw.core.probes import Probe
     from moefw.core.site import Site
 
 API_VERSION = "3.3"
@@ -52,6 +53,11 @@ def _declaring(kind: Kind) -> Callable[[], Sequence[type[Plugin]]]:
 @hookspec
 def moefw_check(assembly: Assembly) -> Sequence[Problem]:  # type: ignore[empty-body]
     """Problems of the whole assembly that needs and offers cannot express. Called once per resolve."""
+
+
+@hookspec
+def moefw_probes() -> Sequence[Probe]:  # type: ignore[empty-body]
+    """Probes of the libraries that a plugin calls, which ``moefw doctor`` runs. Called when the plugin is loaded."""
 
 
 @hookspec

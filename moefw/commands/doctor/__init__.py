@@ -16,7 +16,7 @@ from rich.table import Table
 from moefw.commands.doctor.capability import Capability
 from moefw.commands.doctor.children import ask
 from moefw.commands.doctor.machine import inspect_machine
-from moefw.commands.doctor.probes import GROUPS, PROBES
+from moefw.commands.doctor.probes import GROUPS, PROBES, probes_of_plugins
 
 TIMEOUT_S = 20.0
 WORKERS = 2
@@ -48,14 +48,18 @@ def doctor(as_json: bool, timeout: float) -> None:
 def examine(*, timeout_s: float) -> list[Capability]:
     """All capabilities, each tried, within about ``timeout_s`` seconds in all."""
     deadline = time.monotonic() + timeout_s
+    of_plugins, problems = probes_of_plugins()
+    probes = {**PROBES, **{probe.name: probe for probe in of_plugins if probe.name not in PROBES}}
     capabilities = inspect_machine()
-    absent = [name for name, probe in PROBES.items() if importlib.util.find_spec(probe.package) is None]
-    capabilities += [Capability(name, "missing", fix=PROBES[name].fix) for name in absent]
-    groups = [[name for name in group if name not in absent] for group in GROUPS]
+    capabilities += [Capability("plugins", "unusable", detail=problem.what, fix=problem.fix) for problem in problems]
+    absent = [name for name, probe in probes.items() if importlib.util.find_spec(probe.package) is None]
+    capabilities += [Capability(name, "missing", fix=probes[name].fix) for name in absent]
+    shared_children = [*GROUPS, *((name,) for name in probes if name not in PROBES)]
+    groups = [[name for name in group if name not in absent] for group in shared_children]
     with ThreadPoolExecutor(WORKERS) as pool:
         for answers in pool.map(lambda group: ask(group, deadline=deadline), groups):
             capabilities += answers
-    order = ["python", *PROBES]
+    order = ["python", *probes]
     return sorted(capabilities, key=lambda item: order.index(item.name) if item.name in order else len(order))
 
 

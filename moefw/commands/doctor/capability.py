@@ -1,4 +1,4 @@
-"""Results of the doctor: a capability, and the error of a probe."""
+"""Results of the doctor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,3 @@ class Capability:
     version: str = ""
     detail: str = ""
     fix: str = ""
-
-
-class ProbeError(Exception):
-    """A fault that a probe has found. ``missing``: the package is installed, but built without the capability."""
-
-    def __init__(self, detail: str, *, missing: bool = False) -> None:
-        super().__init__(detail)
-        self.missing = missing

@@ -14,8 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from attrs import asdict
 
-from moefw.commands.doctor.capability import Capability, ProbeError
-from moefw.commands.doctor.probes import PROBES
+from moefw.commands.doctor.capability import Capability
+from moefw.commands.doctor.probes import probe_of
+from moefw.core.probes import ProbeError
 from moefw.system.python import python
 
 
@@ -69,7 +70,7 @@ def answer(names: Iterable[str]) -> None:
 
 
 def _try(name: str) -> Capability:
-    probe = PROBES[name]
+    probe = probe_of(name)
     try:
         installed, detail = probe.run()
     except ProbeError as error:
@@ -83,8 +84,9 @@ def _try(name: str) -> Capability:
 
 
 def _unusable(name: str, why: str, fix: str = "") -> Capability:
+    probe = probe_of(name)
     try:
-        installed = version(PROBES[name].distribution)
+        installed = version(probe.distribution)
     except PackageNotFoundError:
         installed = ""
-    return Capability(name, "unusable", installed, why, fix or PROBES[name].fix)
+    return Capability(name, "unusable", installed, why, fix or probe.fix)

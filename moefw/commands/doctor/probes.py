@@ -1,17 +1,17 @@
-"""Probes of the libraries, which the doctor runs in a child."""
+"""Probes of the libraries, which the doctor runs in a child: ours, and those of other plugins."""
 
 from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from attrs import frozen
-
-from moefw.commands.doctor.capability import ProbeError
 from moefw.commands.doctor.fp8_products import fp8_products
+from moefw.compose.registry import Registry
+from moefw.core.errors import Problem
+from moefw.core.probes import Probe, ProbeError
 from moefw.plugins.dispatchers.deepep.limits import WHEEL_TORCH
 
 
@@ -184,35 +184,28 @@ def _safetensors() -> tuple[str, str]:
     return safetensors.__version__, ""
 
 
-@frozen
-class Probe:
-    """Probe of a capability. ``run`` returns version and detail, or raises. ``package`` is the import name."""
-
-    run: Callable[[], tuple[str, str]]
-    package: str
-    distribution: str
-    fix: str
-
-
 _OTHER_TORCH = "pip install 'torch>=2.11'"
 _CUDA_TORCH = "On a machine with GPUs, a CUDA build: pip install --force-reinstall 'torch>=2.11'"
 _TE = "pip install --no-build-isolation 'moefw[te]'"
 _DEEP_EP = f"With torch {WHEEL_TORCH}, which its wheel needs: pip install 'moefw[deepep]'"
 PROBES: Mapping[str, Probe] = {
-    "torch": Probe(_torch, "torch", "torch", _OTHER_TORCH),
-    "gloo": Probe(_gloo, "torch", "torch", _OTHER_TORCH),
-    "nccl": Probe(_nccl, "torch", "torch", _CUDA_TORCH),
-    "bf16 on this CPU": Probe(_cpu_bf16, "torch", "torch", _OTHER_TORCH),
-    "grouped_mm": Probe(_grouped_mm, "torch", "torch", _OTHER_TORCH),
-    "fp8 products": Probe(fp8_products, "torch", "torch", _OTHER_TORCH),
-    "triton": Probe(_triton, "triton", "triton", "On Linux: pip install triton"),
-    "transformer-engine": Probe(_transformer_engine, "transformer_engine", "transformer-engine", _TE),
-    "deep_ep": Probe(_deep_ep, "deep_ep", "sgl-deep-ep", _DEEP_EP),
-    "tensorboard": Probe(_tensorboard, "tensorboard", "tensorboard", "pip install tensorboard"),
-    "bokeh": Probe(_bokeh, "bokeh", "bokeh", "pip install bokeh"),
-    "matplotlib": Probe(_matplotlib, "matplotlib", "matplotlib", "pip install matplotlib"),
-    "tokenizers": Probe(_tokenizers, "tokenizers", "tokenizers", "pip install tokenizers"),
-    "safetensors": Probe(_safetensors, "safetensors", "safetensors", "pip install safetensors"),
+    probe.name: probe
+    for probe in (
+        Probe("torch", _torch, "torch", "torch", _OTHER_TORCH),
+        Probe("gloo", _gloo, "torch", "torch", _OTHER_TORCH),
+        Probe("nccl", _nccl, "torch", "torch", _CUDA_TORCH),
+        Probe("bf16 on this CPU", _cpu_bf16, "torch", "torch", _OTHER_TORCH),
+        Probe("grouped_mm", _grouped_mm, "torch", "torch", _OTHER_TORCH),
+        Probe("fp8 products", fp8_products, "torch", "torch", _OTHER_TORCH),
+        Probe("triton", _triton, "triton", "triton", "On Linux: pip install triton"),
+        Probe("transformer-engine", _transformer_engine, "transformer_engine", "transformer-engine", _TE),
+        Probe("deep_ep", _deep_ep, "deep_ep", "sgl-deep-ep", _DEEP_EP),
+        Probe("tensorboard", _tensorboard, "tensorboard", "tensorboard", "pip install tensorboard"),
+        Probe("bokeh", _bokeh, "bokeh", "bokeh", "pip install bokeh"),
+        Probe("matplotlib", _matplotlib, "matplotlib", "matplotlib", "pip install matplotlib"),
+        Probe("tokenizers", _tokenizers, "tokenizers", "tokenizers", "pip install tokenizers"),
+        Probe("safetensors", _safetensors, "safetensors", "safetensors", "pip install safetensors"),
+    )
 }
 GROUPS = (
     ("torch", "gloo", "grouped_mm", "safetensors", "bf16 on this CPU", "fp8 products", "tensorboard", "triton", "nccl"),
@@ -221,3 +214,18 @@ GROUPS = (
     ("tokenizers", "bokeh", "matplotlib"),
 )
 """Probes that share a child, as importing torch takes seconds. Those for training come first, before a time-out."""
+
+
+def probes_of_plugins() -> tuple[list[Probe], list[Problem]]:
+    """Probes of the installed plugins, and the problems of plugins that do not load."""
+    registry = Registry()
+    problems = registry.load_all()
+    return registry.probes, problems
+
+
+def probe_of(name: str) -> Probe:
+    """Probe of that name: ours, or an installed plugin's."""
+    if name in PROBES:
+        return PROBES[name]
+    of_plugins, _ = probes_of_plugins()
+    return next(probe for probe in of_plugins if probe.name == name)
