@@ -152,14 +152,18 @@ class SharedWeight:
 
     @torch.no_grad()
     def add(self, grad: Any, x: Any, ends_e: Tensor | None) -> None:
-        """Add ``grad^T x`` to the gradient: grad ``(R, O)``, x ``(R, I)``, for each group of rows if there are any."""
+        """Add ``grad^T x`` to the gradient: grad ``(R, O)``, x ``(R, I)``, for each group of rows if there are any.
+
+        A ``grad`` that is no tensor may add the product itself, as ``grad.add_wgrad(main, x, ends_e, fresh=...)``.
+        """
         accumulator = self._accumulator
         fresh = accumulator.grad is None
-        if isinstance(grad, Tensor) and adds_in_place(grad):
+        add_in_place = _adder(grad)
+        if add_in_place is not None:
             if fresh:
                 # Not zeros: a fresh kernel writes every element, those of experts without rows too.
-                accumulator.grad = grad.new_empty(accumulator.shape, dtype=accumulator.grad_dtype)
-            add_wgrad(accumulator.grad, grad, x, ends_e, fresh=fresh)
+                accumulator.grad = x.new_empty(accumulator.shape, dtype=accumulator.grad_dtype)
+            add_in_place(accumulator.grad, x, ends_e, fresh=fresh)
         elif fresh:
             accumulator.grad = _product(grad, x, ends_e).to(accumulator.grad_dtype)
         else:
@@ -245,6 +249,17 @@ def shared_by_micro_batches(
         yield weights
     finally:
         weights.free()
+
+
+def _adder(grad: Any) -> Callable[..., None] | None:
+    """Function that adds ``grad^T x`` to a main gradient in place; None: the product has to be made first."""
+    if not isinstance(grad, Tensor):
+        return getattr(grad, "add_wgrad", None)
+
+    def add(main: Tensor, x: Tensor, ends_e: Tensor | None, *, fresh: bool) -> None:
+        add_wgrad(main, grad, x, ends_e, fresh=fresh)
+
+    return add if adds_in_place(grad) else None
 
 
 def _scattered(grad_ND: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor:
