@@ -1,0 +1,90 @@
+"""What QuACK runs on, checked in a spec, when a model is built, and by ``moefw doctor``. Imports no torch by itself.
+
+The sources are its README and ``quack/gemm.py`` of release 0.6.5.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import moefw
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGE: Final = "quack"
+RELEASE: Final = "0.6.5"
+"""The release whose signatures were checked. In 0.6.4, SwiGLU writes wrong values in some tiles on Blackwell."""
+CAPABILITIES: Final = ("9.0", "10.0", "10.3", "12.0")
+"""H100, B200, B300 and RTX 50."""
+CUDA: Final = (12, 9)
+INSTALL: Final = "Run: pip install 'moefw-quack[cu12]', or 'moefw-quack[cu13]' for CUDA 13."
+
+
+def require(device: torch.device) -> None:
+    """Raise PlanError unless QuACK is there in the known release, and runs on ``device`` if that is a GPU.
+
+    A CPU is where a layer is planned, on tensors without memory: needs() refuses to train there.
+    """
+    lacks = [*_lacks_of_the_package()]
+    if device.type == "cuda":
+        lacks += _lacks_of_the_gpu(device)
+    if lacks:
+        raise moefw.PlanError(
+            f"gemm quack cannot run: {'; '.join(lacks)}.", f"{INSTALL} Or use gemm: {{use: grouped}}."
+        )
+
+
+def _lacks_of_the_package() -> Iterator[str]:
+    try:
+        installed = importlib.import_module(PACKAGE).__version__
+        importlib.import_module(f"{PACKAGE}.gemm_interface")
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        yield f"the package quack-kernels {RELEASE} does not import ({' '.join(str(error).split())})"
+        return
+    if installed != RELEASE:
+        yield f"it knows quack-kernels {RELEASE}, and {installed} is installed"
+
+
+def _lacks_of_the_gpu(device: torch.device) -> Iterator[str]:
+    import torch
+
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    if capability not in CAPABILITIES:
+        yield f"QuACK needs a Hopper or Blackwell GPU ({', '.join(CAPABILITIES)}), and {device} has {capability}"
+    cuda = torch.version.cuda or "0.0"
+    if tuple(map(int, cuda.split(".")[:2])) < CUDA:
+        yield f"QuACK needs CUDA {'.'.join(map(str, CUDA))} or later, and this torch is built for {torch.version.cuda}"
+
+
+def _try() -> tuple[str, str]:
+    """Release of QuACK, and the GPU on which a product of two groups came out right."""
+    import torch
+
+    lacks = [*_lacks_of_the_package()]
+    if torch.cuda.is_available():
+        lacks += _lacks_of_the_gpu(torch.device("cuda"))
+    else:
+        lacks.append("QuACK needs a Hopper or Blackwell GPU, and torch sees none")
+    if lacks:
+        raise moefw.ProbeError("; ".join(lacks))
+    from moefw_quack.operators import product
+
+    x_RI, weight_eIO = torch.randn(24, 64), torch.randn(2, 64, 64)
+    groups = torch.tensor([0, 8, 24], dtype=torch.int32)
+    expected = torch.cat([x_RI[:8] @ weight_eIO[0], x_RI[8:] @ weight_eIO[1]])
+    found = product(x_RI.bfloat16().cuda(), weight_eIO.bfloat16().cuda(), groups.cuda())
+    if not torch.allclose(found.cpu().float(), expected, rtol=0.1, atol=0.5):
+        raise moefw.ProbeError("a product of two groups of rows is wrong")
+    return RELEASE, f"multiplies on {torch.cuda.get_device_name()}"
+
+
+PROBE: Final = moefw.Probe(
+    name="quack",
+    package=PACKAGE,
+    distribution="quack-kernels",
+    run=_try,
+    fix=f"On a Hopper or Blackwell GPU, with CUDA 12.9 or later: {INSTALL.removeprefix('Run: ')}",
+)
