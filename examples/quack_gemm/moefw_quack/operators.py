@@ -10,7 +10,8 @@ QuACK measures its variants (``tuned``) for each new shape, and ragged rows have
 
 from __future__ import annotations
 
-from typing import Final
+import importlib
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -44,32 +45,28 @@ def wgrad(main_eOI: Tensor, grad_RO: Tensor, x_RI: Tensor, cu_seqlens: Tensor, *
     torch.ops.moefw_quack.wgrad(main_eOI, grad_RO, x_RI, cu_seqlens, in_turn, fresh)
 
 
-# QuACK is imported by what calls it: the import takes seconds.
+def _quack() -> Any:
+    """QuACK's interface. The first call imports it, which takes seconds."""
+    return importlib.import_module("quack.gemm_interface")
 
 
 def _gated(x_RD: Tensor, gate_up_eHD: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    from quack.gemm_interface import gemm_gated
-
-    h_RH, a_RF = gemm_gated(
+    h_RH, a_RF = _quack().gemm_gated(
         x_RD, gate_up_eHD.mT, activation="swiglu", cu_seqlens_m=cu_seqlens, concat_layout=("B",), tuned=False
     )
     return h_RH, a_RF
 
 
 def _product(x_RI: Tensor, weight_eIO: Tensor, cu_seqlens: Tensor, in_turn: bool) -> Tensor:
-    from quack.gemm_interface import gemm
-
     concat_layout = ("B",) if in_turn else None
-    out_RO: Tensor = gemm(x_RI, weight_eIO, cu_seqlens_m=cu_seqlens, concat_layout=concat_layout, tuned=False)
+    out_RO: Tensor = _quack().gemm(x_RI, weight_eIO, cu_seqlens_m=cu_seqlens, concat_layout=concat_layout, tuned=False)
     return out_RO
 
 
 def _dgated(
     grad_RD: Tensor, down_eDF: Tensor, h_RH: Tensor, weights_R: Tensor, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from quack.gemm_interface import gemm_dgated
-
-    grad_RH, a_RF, grad_R = gemm_dgated(
+    grad_RH, a_RF, grad_R = _quack().gemm_dgated(
         grad_RD,
         down_eDF,
         h_RH,
@@ -83,14 +80,12 @@ def _dgated(
 
 
 def _wgrad(main_eOI: Tensor, grad_RO: Tensor, x_RI: Tensor, cu_seqlens: Tensor, in_turn: bool, fresh: bool) -> None:
-    from quack.gemm_interface import gemm, gemm_add_inplace
-
     if fresh:
         concat_layout = ("out",) if in_turn else None
-        gemm(grad_RO.mT, x_RI, out=main_eOI, cu_seqlens_k=cu_seqlens, concat_layout=concat_layout, tuned=False)
+        _quack().gemm(grad_RO.mT, x_RI, out=main_eOI, cu_seqlens_k=cu_seqlens, concat_layout=concat_layout, tuned=False)
         return
     concat_layout_of_sum = ("C", "out") if in_turn else None
-    gemm_add_inplace(
+    _quack().gemm_add_inplace(
         grad_RO.mT, x_RI, main_eOI, cu_seqlens_k=cu_seqlens, concat_layout=concat_layout_of_sum, tuned=False
     )
 

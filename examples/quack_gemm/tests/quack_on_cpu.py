@@ -1,4 +1,4 @@
-"""The GEMM ``quack`` over the fake of its library, for machines without a GPU."""
+"""The GEMM ``quack`` without its needs of the machine: over QuACK itself, and over the fake of it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ import moefw
 
 
 @frozen
-class QuackOnCpu(Quack):
-    """``quack``, but for its needs of the machine."""
+class QuackAnywhere(Quack):
+    """``quack`` in the layer cases of suites, which are built on a CPU."""
 
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         """Needs of the other parts."""
         return [need for need in super().needs(site) if need.fact not in ("device", "capability", "package")]
 
+
+@frozen
+class QuackOnCpu(QuackAnywhere):
+    """``quack`` over the fake."""
+
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
-        """Experts of one layer, over the fake."""
+        """Experts of one layer."""
         fake_quack.install()
         return super().build(context)

@@ -3,7 +3,7 @@
 The source in the wheel is parsed, not imported. ``--commit`` names the commit that it equals but for its version::
 
     pip download --no-deps quack-kernels==0.6.5
-    python snapshot.py quack_kernels-0.6.5-*.whl --commit c8ec3170057987da0ec99883736f381ea1937cf3
+    python snapshot_quack.py quack_kernels-0.6.5-*.whl --commit c8ec3170057987da0ec99883736f381ea1937cf3
 """
 
 from __future__ import annotations
