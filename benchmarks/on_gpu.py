@@ -74,6 +74,13 @@ def quickstart(*overrides: str, small: Sequence[str] = ()) -> Part:
     return Part([*train, "run.device=cuda", "train.steps=200"], [*train, *less, *small])
 
 
+def example(folder: str, file: str, some: str) -> Part:
+    """Return the part that runs tests of an example; ``some`` selects those of the small run."""
+    pytest = ["-m", "pytest", "-q", "-rs", "--tb=short", "-p", "no:cacheprovider", "-o", f"pythonpath={folder}"]
+    pytest += [f"{folder}/tests/{file}"]
+    return Part(pytest, [*pytest, "-k", some])
+
+
 FP8 = "precision={use: fp8-blockwise, backend: torch}"
 OFFLOAD = "memory=[{use: offload, regions: [experts, attention], min_bytes: 1}]"
 PARTS: Mapping[str, Part] = {
@@ -95,6 +102,7 @@ PARTS: Mapping[str, Part] = {
     "quantizers": script("fused_quantize"),
     "overlap": script("overlap_on_gpu", small=()),
     "graphs": script("graphs_on_gpu"),
+    "quack": example("examples/quack_gemm", "test_quack_kernels.py", some="few or add_up"),
 }
 
 

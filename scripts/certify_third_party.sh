@@ -11,11 +11,11 @@ tar -C "$root" --exclude-vcs --exclude=./.venv --exclude=./build --exclude=./run
 "${PYTHON:-python3}" -m venv "$work/venv"
 bin="$work/venv/bin"
 export PIP_CONSTRAINT="$work/source/constraints.txt"
-for example in third_party two_hop; do
-  "$bin/python" -m pip wheel -qq --no-deps --wheel-dir "$work" "$work/source/examples/${example}_dispatcher"
+for example in third_party_dispatcher two_hop_dispatcher quack_gemm; do
+  "$bin/python" -m pip wheel -qq --no-deps --wheel-dir "$work" "$work/source/examples/$example"
 done
 "$bin/python" -m pip install -qq "$work/source[testing]"
-"$bin/python" -m pip install -qq "$work"/moefw_ring-*.whl "$work"/moefw_two_hop-*.whl
+"$bin/python" -m pip install -qq "$work"/moefw_ring-*.whl "$work"/moefw_two_hop-*.whl "$work"/moefw_quack-*.whl
 
 cd "$work/empty"
 echo "They are listed, with their distributions:"
@@ -30,6 +30,11 @@ echo "They are certified, in an empty folder:"
 for use in ring two_hop; do
   "$bin/python" -m pytest --quiet -p no:cacheprovider --moefw-dispatcher $use
 done
+
+echo "One whose library is missing is refused, the doctor says how to install it, and over a fake it is certified:"
+"$bin/moefw" doctor | grep -A1 -E '^missing +quack '
+{ "$bin/moefw" check "$spec" gemm.use=quack precision.use=bf16 || true; } 2>&1 | grep -F "pip install 'moefw-quack[cu12]'"
+"$bin/python" -m pytest --quiet -p no:cacheprovider "$work/source/examples/quack_gemm/tests"
 
 echo "A package of moefw new installs and is certified, too:"
 "$bin/moefw" new router mine

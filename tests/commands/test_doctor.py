@@ -18,6 +18,25 @@ from moefw.commands.doctor import machine as machine_module
 from moefw.commands.doctor.capability import Capability
 from moefw.commands.doctor.children import ask
 
+FAST_MATHS = """
+import moefw
+
+moefw_api = ">=3.3,<4"
+
+def works():
+    return "1.2", "multiplies"
+
+def lacks_a_gpu():
+    raise moefw.ProbeError("no GPU")
+
+@moefw.hookimpl
+def moefw_probes():
+    return [
+        moefw.Probe("fast", works, "fastmaths", "fastmaths", "pip install fast"),
+        moefw.Probe("slow", lacks_a_gpu, "fastmaths", "fastmaths", "pip install slow"),
+        moefw.Probe("lost", works, "lost_maths", "lost-maths", "pip install lost"),
+    ]
+"""
 DEEP_EP = "With torch 2.13.0, which its wheel needs: pip install 'moefw[deepep]'"
 
 
@@ -138,6 +157,19 @@ class TestDoctor:
         result = CliRunner().invoke(doctor, env={"FORCE_COLOR": "1", "COLUMNS": "100"})
         assert result.exit_code == 0
         assert "-> install [it]" in result.stdout
+
+    def test_plugins_bring_probes_of_their_libraries(self, install, monkeypatch):
+        """One runs in a child, one is of a library that is missing, and a plugin that does not load is told."""
+        install("fastmaths", FAST_MATHS, names=("fast",))
+        install("broken", "raise RuntimeError('no driver')", names=("broken",))
+        monkeypatch.setattr(doctor_module, "PROBES", {})
+        monkeypatch.setattr(doctor_module, "GROUPS", ())
+        found = {item.name: item for item in doctor_module.examine(timeout_s=60)}
+        assert found["fast"] == Capability("fast", "available", "1.2", "multiplies")
+        assert found["lost"] == Capability("lost", "missing", fix="pip install lost")
+        assert found["slow"] == Capability("slow", "unusable", "1.5", "no GPU", "pip install slow")
+        assert "plugin 'broken' (distribution broken 1.5) fails to import" in found["plugins"].detail
+        assert found["plugins"].fix == "Mend or uninstall broken."
 
     def test_a_directory_that_cannot_be_written_is_told(self, monkeypatch):
         def refuse(dir):

@@ -154,6 +154,21 @@ class TestOtherPeoplesMistakes:
         assert problem.what.startswith("a plugin of this process 0 breaks its contract in moefw_check: ")
         assert problem.where == ""
 
+    @pytest.mark.parametrize(
+        ("probes", "says"),
+        [
+            (lambda: ["no"], "returns 'no' from moefw_probes, which wants moefw.Probe."),
+            (lambda: 1 / 0, "raises in moefw_probes: ZeroDivisionError: division by zero."),
+        ],
+        ids=["no probe", "raises"],
+    )
+    def test_probes_that_break(self, probes: Callable[[], Any], says: str) -> None:
+        module = types.ModuleType("probing")
+        module.moefw_probes = moefw.hookimpl(probes)  # type: ignore[attr-defined]
+        with pytest.raises(PluginError) as refused:
+            Registry([module])
+        assert str(refused.value).startswith(f"plugin 'probing' (distribution this process 0) {says}")
+
     def test_options_that_contradict_each_other_are_the_users_mistake(self) -> None:
         @frozen
         class Between(Plain):

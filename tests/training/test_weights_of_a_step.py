@@ -101,6 +101,29 @@ def test_gradients_of_embeddings_are_added_in_place_but_for_those_of_padding(mon
     assert len(scattered) == 1, "the first micro-batch alone makes a gradient of its own"
 
 
+class Adds:
+    """A gradient of rows that adds its product itself."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def add_wgrad(self, main: Tensor, x: Tensor, ends_e: Tensor | None, *, fresh: bool) -> None:
+        if fresh:
+            main.zero_()
+        main.addmm_(self.rows.T, x)
+
+
+def test_an_operand_may_add_its_gradient_itself() -> None:
+    """The first product is written, the second is added, both into the gradient of the parameter."""
+    weight = nn.Parameter(torch.zeros(3, 2))
+    rows, x = torch.randn(5, 3), torch.randn(5, 2)
+    with shared_by_micro_batches([weight]):
+        shared = weights._in_step[weight]
+        for count in (1, 2):
+            shared.add(Adds(rows), x, None)
+            torch.testing.assert_close(weight.grad, count * rows.T @ x)
+
+
 def test_many_gradients_of_one_row_are_added_up_in_fp32() -> None:
     """From 256 on, a sum in bf16 no longer grows by ones."""
     weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
@@ -116,11 +116,10 @@ def test_the_snapshot_is_that_of_the_installed_release(source: str) -> None:
 
 
 @pytest.fixture
-def real(source: str) -> Iterator[ModuleType]:
-    """The real interface, in place of the fake."""
-    fakes = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "quack"}
-    yield importlib.import_module("quack.gemm_interface")
-    sys.modules.update(fakes)
+def real(source: str) -> ModuleType:
+    """The real interface."""
+    fake_quack.uninstall()
+    return importlib.import_module("quack.gemm_interface")
 
 
 def close(found: Tensor, expected: Tensor) -> bool:

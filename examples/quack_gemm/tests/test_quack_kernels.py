@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import fake_quack
 import pytest
 import torch
 from moefw_quack import machine
@@ -72,9 +73,8 @@ for call in (
 
 @pytest.fixture
 def quack() -> None:
-    """Skip where QuACK is not installed, or another package of that name."""
-    sys.modules.pop("quack", None)
-    sys.modules.pop("quack.gemm_interface", None)
+    """The real QuACK. Skips where it is not installed."""
+    fake_quack.uninstall()
     if importlib.util.find_spec("quack") is None:
         pytest.skip("quack-kernels is not installed")
 
