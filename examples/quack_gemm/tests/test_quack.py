@@ -187,6 +187,17 @@ def test_experts_that_do_not_train_have_no_weight_gradients() -> None:
     assert batch.rows_RD.grad is not None
 
 
+def test_the_gradient_of_the_results_may_be_an_expanded_tensor() -> None:
+    """As that of a sum is, whose rows lie on one another: QuACK takes none such."""
+    made = experts()
+    batch, _ = rows()
+    made(batch).sum().backward()
+    expanded = batch.rows_RD.grad
+    batch.rows_RD.grad = None
+    made(batch).backward(torch.ones_like(batch.rows_RD))
+    assert torch.equal(expanded, batch.rows_RD.grad)
+
+
 def test_the_host_reads_no_value() -> None:
     made = experts()
     batch, probe = rows(padding=(1, 2, 0, 3), tail=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from moefw.commands.doctor.capability import Capability
 from moefw.commands.doctor.children import ask
 from moefw.commands.doctor.machine import inspect_machine
 from moefw.commands.doctor.probes import GROUPS, PROBES, probes_of_plugins
+from moefw.core.site import Machine
 
 TIMEOUT_S = 20.0
 WORKERS = 2
@@ -52,7 +52,7 @@ def examine(*, timeout_s: float) -> list[Capability]:
     probes = {**PROBES, **{probe.name: probe for probe in of_plugins if probe.name not in PROBES}}
     capabilities = inspect_machine()
     capabilities += [Capability("plugins", "unusable", detail=problem.what, fix=problem.fix) for problem in problems]
-    absent = [name for name, probe in probes.items() if importlib.util.find_spec(probe.package) is None]
+    absent = [name for name, probe in probes.items() if not Machine().has_package(probe.package)]
     capabilities += [Capability(name, "missing", fix=probes[name].fix) for name in absent]
     shared_children = [*GROUPS, *((name,) for name in probes if name not in PROBES)]
     groups = [[name for name in group if name not in absent] for group in shared_children]
