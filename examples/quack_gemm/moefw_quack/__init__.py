@@ -8,11 +8,10 @@ from typing import ClassVar
 from attrs import frozen
 
 import moefw
-from moefw_quack.machine import CAPABILITIES, INSTALL, PACKAGE, PROBE
+from moefw_quack.machine import CAPABILITIES, GROUPED, INSTALL, PACKAGE, PROBE
 
 moefw_api = ">=3.3,<4"
 
-GROUPED = "Use gemm: {use: grouped}."
 MULTIPLE = 8
 """Values of 16 bits in 16 bytes, on which the kernels begin each row of an operand."""
 
@@ -40,9 +39,9 @@ class Quack(moefw.GemmPlugin):
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         """Needs: QuACK and a GPU that it knows; bf16; groups of any size that lie end to end; even shares."""
         dims = site.dims
-        on_its_gpus = "QuACK has kernels for Hopper and Blackwell alone"
+        on_its_gpus = "QuACK is made for Hopper and Blackwell"
         return [
-            moefw.need("package", PACKAGE, reason="its products are QuACK's", fix=f"{INSTALL} {GROUPED}"),
+            moefw.need("package", PACKAGE, reason="its products are QuACK's", fix=INSTALL),
             moefw.need("device", ("cuda",), reason=on_its_gpus, fix=GROUPED),
             moefw.need("capability", CAPABILITIES, reason=on_its_gpus, fix=GROUPED),
             moefw.need(

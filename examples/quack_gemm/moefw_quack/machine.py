@@ -20,7 +20,9 @@ RELEASE: Final = "0.6.5"
 CAPABILITIES: Final = ("9.0", "10.0", "10.3", "12.0")
 """H100, B200, B300 and RTX 50."""
 CUDA: Final = (12, 9)
-INSTALL: Final = "Run: pip install 'moefw-quack[cu12]', or 'moefw-quack[cu13]' for CUDA 13."
+GROUPED: Final = "Use gemm: {use: grouped}."
+_COMMAND: Final = "pip install 'moefw-quack[cu12]', or 'moefw-quack[cu13]' for CUDA 13"
+INSTALL: Final = f"Run: {_COMMAND}. Or: {GROUPED}"
 
 
 def require(device: torch.device) -> None:
@@ -28,51 +30,55 @@ def require(device: torch.device) -> None:
 
     A CPU is where a layer is planned, on tensors without memory: needs() refuses to train there.
     """
-    lacks = [*_lacks_of_the_package()]
+    problems = [*_problems_of_the_package()]
     if device.type == "cuda":
-        lacks += _lacks_of_the_gpu(device)
-    if lacks:
-        raise moefw.PlanError(
-            f"gemm quack cannot run: {'; '.join(lacks)}.", f"{INSTALL} Or use gemm: {{use: grouped}}."
-        )
+        problems += _problems_of_the_gpu(device)
+    if problems:
+        raise moefw.PlanError(problems)
 
 
-def _lacks_of_the_package() -> Iterator[str]:
+def _problems_of_the_package() -> Iterator[moefw.Problem]:
     try:
         installed = importlib.import_module(PACKAGE).__version__
         importlib.import_module(f"{PACKAGE}.gemm_interface")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        yield f"the package quack-kernels {RELEASE} does not import ({' '.join(str(error).split())})"
+        reason = " ".join(str(error).split())
+        yield moefw.Problem(f"gemm quack cannot import quack-kernels {RELEASE}: {reason}.", INSTALL)
         return
     if installed != RELEASE:
-        yield f"it knows quack-kernels {RELEASE}, and {installed} is installed"
+        yield moefw.Problem(f"gemm quack knows quack-kernels {RELEASE}; {installed} is installed.", INSTALL)
 
 
-def _lacks_of_the_gpu(device: torch.device) -> Iterator[str]:
+def _problems_of_the_gpu(device: torch.device) -> Iterator[moefw.Problem]:
     import torch
 
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
     if capability not in CAPABILITIES:
-        yield f"QuACK needs a Hopper or Blackwell GPU ({', '.join(CAPABILITIES)}), and {device} has {capability}"
-    cuda = torch.version.cuda or "0.0"
-    if tuple(map(int, cuda.split(".")[:2])) < CUDA:
-        yield f"QuACK needs CUDA {'.'.join(map(str, CUDA))} or later, and this torch is built for {torch.version.cuda}"
+        requirement = f"gemm quack needs compute capability {' or '.join(CAPABILITIES)}, Hopper or Blackwell"
+        yield moefw.Problem(f"{requirement}; {device} has {capability}.", GROUPED)
+    built_for = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    if built_for < CUDA:
+        oldest = ".".join(map(str, CUDA))
+        requirement = f"gemm quack needs a torch built for CUDA {oldest} or later"
+        fix = f"Install another build of torch. Or: {GROUPED}"
+        yield moefw.Problem(f"{requirement}; this one is for {torch.version.cuda}.", fix)
 
 
 def _try() -> tuple[str, str]:
     """Release of QuACK, and the GPU on which a product of two groups came out right."""
     import torch
 
-    lacks = [*_lacks_of_the_package()]
+    problems = [*_problems_of_the_package()]
     if torch.cuda.is_available():
-        lacks += _lacks_of_the_gpu(torch.device("cuda"))
+        problems += _problems_of_the_gpu(torch.device("cuda"))
     else:
-        lacks.append("QuACK needs a Hopper or Blackwell GPU, and torch sees none")
-    if lacks:
-        raise moefw.ProbeError("; ".join(lacks))
+        problems.append(moefw.Problem("gemm quack needs a Hopper or Blackwell GPU; torch sees none."))
+    if problems:
+        raise moefw.ProbeError(" ".join(problem.what for problem in problems))
     from moefw_quack.operators import product
 
-    x_RI, weight_eIO = torch.randn(24, 64), torch.randn(2, 64, 64)
+    x_RI = torch.randn(24, 64)
+    weight_eIO = torch.randn(2, 64, 64)
     groups = torch.tensor([0, 8, 24], dtype=torch.int32)
     expected = torch.cat([x_RI[:8] @ weight_eIO[0], x_RI[8:] @ weight_eIO[1]])
     found = product(x_RI.bfloat16().cuda(), weight_eIO.bfloat16().cuda(), groups.cuda())
@@ -86,5 +92,5 @@ PROBE: Final = moefw.Probe(
     package=PACKAGE,
     distribution="quack-kernels",
     run=_try,
-    fix=f"On a Hopper or Blackwell GPU, with CUDA 12.9 or later: {INSTALL.removeprefix('Run: ')}",
+    fix=f"On a Hopper or Blackwell GPU, with CUDA 12.9 or later: {_COMMAND}",
 )

@@ -349,9 +349,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (("0.6.4", "9.0", "13.0"), "it knows quack-kernels 0.6.5, and 0.6.4 is installed"),
-        (("0.6.5", "8.0", "13.0"), "a Hopper or Blackwell GPU (9.0, 10.0, 10.3, 12.0), and cuda has 8.0"),
-        (("0.6.5", "10.0", "12.8"), "CUDA 12.9 or later, and this torch is built for 12.8"),
+        (("0.6.4", "9.0", "13.0"), "knows quack-kernels 0.6.5; 0.6.4 is installed."),
+        (("0.6.5", "8.0", "13.0"), "9.0 or 10.0 or 10.3 or 12.0, Hopper or Blackwell; cuda has 8.0."),
+        (("0.6.5", "10.0", "12.8"), "a torch built for CUDA 12.9 or later; this one is for 12.8."),
     ],
     ids=["release", "gpu", "cuda"],
 )
@@ -360,7 +360,7 @@ def test_a_build_names_what_is_missing(on_a_gpu: Any, found: tuple[str, str, str
     with pytest.raises(moefw.PlanError) as refused:
         machine.require(torch.device("cuda"))
     assert words in str(refused.value)
-    assert "use gemm: {use: grouped}" in str(refused.value)
+    assert machine.GROUPED in str(refused.value)
     with pytest.raises(moefw.ProbeError) as unusable:
         machine.PROBE.run()
     assert words in str(unusable.value)
@@ -370,7 +370,7 @@ def test_a_build_without_quack_says_how_to_install_it(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "quack", None)
     with pytest.raises(moefw.PlanError) as refused:
         Quack().build(mock.Mock(device=torch.device("cpu")))
-    assert "quack-kernels 0.6.5 does not import" in str(refused.value)
+    assert "cannot import quack-kernels 0.6.5" in str(refused.value)
     assert "pip install 'moefw-quack[cu12]'" in str(refused.value)
 
 
