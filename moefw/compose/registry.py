@@ -213,7 +213,8 @@ class Registry:
         for probes in self._returned("moefw_probes", module, distribution, label):
             for probe in probes:
                 if not isinstance(probe, Probe):
-                    raise PluginError(f"plugin {label} returns {probe!r} from moefw_probes, which wants moefw.Probe.")
+                    what = f"plugin {label} returns {probe!r} from moefw_probes, which wants moefw.Probe."
+                    raise PluginError(what, f"Mend or uninstall {distribution}.")
                 yield probe
 
     def _returned(self, hook: str, module: Any, distribution: str, label: str) -> Iterator[list[Any]]:

@@ -78,7 +78,8 @@ class _In(torch.autograd.Function):
         ctx.weight = WeightUse(gate_up)
         w13, saved_w13 = ctx.weight.operands(gate_up, recipe)
         h_RH, a_RF = gated(x, w13, cu_seqlens)
-        ctx.save_for_backward(cu_seqlens, x, *saved_w13.tensors)
+        trains = ctx.needs_input_grad[-1]
+        ctx.save_for_backward(cu_seqlens, x if trains else None, *saved_w13.tensors)
         ctx.make_w13 = saved_w13.operand
         ctx.mark_non_differentiable(a_RF)
         ctx.set_materialize_grads(False)
