@@ -104,6 +104,16 @@ def moefw_profile(request: pytest.FixtureRequest) -> profiles.Profile:
 
 
 @pytest.fixture(scope="session")
+def moefw_counted_pool() -> Iterator[RankPool]:
+    """Yield two gloo ranks, started once, in which the counted device of ``moefw.testing.host_waits`` may stay."""
+    from moefw.testing.pool import RankPool
+
+    ranks = RankPool(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
 def moefw_pool(moefw_profile: profiles.Profile) -> Iterator[RankPool]:
     """Yield a pool of gloo ranks for the profile's largest world, started once."""
     from moefw.testing.pool import RankPool

@@ -10,6 +10,7 @@ import pytest
 import broken_gemms as gemms
 from moefw.plugins.gemm.grouped import Grouped
 from moefw.plugins.gemm.loop import Loop
+from moefw.testing.pool import RankPool
 from moefw.testing.suites.gemm import GemmSuite
 
 BROKEN: list[tuple[Any, str, str]] = [
@@ -47,6 +48,14 @@ BROKEN: list[tuple[Any, str, str]] = [
 @pytest.mark.parametrize(("made", "check", "says"), BROKEN, ids=[f"{case[0].__name__}: {case[1]}" for case in BROKEN])
 def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], made: Any, check: str, says: str) -> None:
     must_catch(GemmSuite, gemms.PLUGINS[made], check, says)
+
+
+def test_replays_that_are_offered_by_experts_that_read_offsets_are_caught(
+    must_catch: Callable[..., None], moefw_counted_pool: RankPool
+) -> None:
+    says = "On 1 ranks, a step cannot be captured as a graph: a graph holds no wait of the host"
+    plugin = gemms.PLUGINS[gemms.OffersReplays]
+    must_catch(GemmSuite, plugin, "steps_that_it_offers", says, _counted_pool=moefw_counted_pool)
 
 
 class TestPlainGemm(GemmSuite):

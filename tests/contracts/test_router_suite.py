@@ -11,6 +11,7 @@ import broken_routers as routers
 from moefw.plugins.routers.forced import Forced
 from moefw.plugins.routers.sinkhorn import Sinkhorn
 from moefw.plugins.routers.topk import TopK
+from moefw.testing.pool import RankPool
 from moefw.testing.suites.router import RouterSuite
 
 BROKEN: list[tuple[Any, str, str]] = [
@@ -59,6 +60,19 @@ def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], mad
     must_catch(RouterSuite, routers.PLUGINS[made], check, says)
 
 
+REPLAYED_WRONGLY: list[tuple[Any, str]] = [
+    (routers.ReadsAValue, "a graph holds no wait of the host: "),
+    (routers.CountsItsCalls, "On 1 ranks, a replayed step differs from an eager one: step 0: "),
+]
+
+
+@pytest.mark.parametrize(("made", "says"), REPLAYED_WRONGLY, ids=[case[0].__name__ for case in REPLAYED_WRONGLY])
+def test_replays_that_are_offered_wrongly_are_caught(
+    must_catch: Callable[..., None], moefw_counted_pool: RankPool, made: Any, says: str
+) -> None:
+    must_catch(RouterSuite, routers.PLUGINS[made], "steps_that_it_offers", says, _counted_pool=moefw_counted_pool)
+
+
 @pytest.mark.parametrize("check", ["routings_have_the_shapes", "routing_looks_at_no_more"])
 def test_a_router_that_needs_other_sizes_is_told_of_the_dims_of_its_suite(
     must_catch: Callable[..., None], check: str
@@ -68,6 +82,10 @@ def test_a_router_that_needs_other_sizes_is_told_of_the_dims_of_its_suite(
 
 class TestPlainRouter(RouterSuite):
     plugin = routers.PLUGINS[routers.PlainRouter]
+
+
+class TestReplays(RouterSuite):
+    plugin = routers.PLUGINS[routers.Replays]
 
 
 class TestSoftmax(RouterSuite):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from moefw.core.errors import RunError
 from moefw.core.stages import Batch
 from moefw.runtime.naming import canonical_parameters
 from moefw.testing.host_waits import HostWaits, available
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
+from moefw.testing.replays import CountedModel, compared, untimed
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.tape import TapeGraphs
 from moefw.training.engine import Engine
 from moefw.training.graphed_run import MOST_SHAPES, WARM_UP, GraphedRun
-from moefw.training.micro_batches import in_order
 from moefw.training.step_sums import Tally
 from pairwise import pairwise, quick
 
@@ -113,69 +111,6 @@ def case_of(world: int, *each: Parts) -> LayerCase:
     return whole_model(world, parts=parts, plugins=(), micro_batch=1, sizes=sizes)
 
 
-def untimed(section: str, *passes: object) -> nullcontext[None]:
-    return nullcontext()
-
-
-@dataclass(kw_only=True)
-class Opened:
-    """A model on the counted device, its run, and the batches of each step."""
-
-    case: LayerCase
-    is_graphed: bool
-    on_failure: Any = "stop"
-    told: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.model, self.assembly, self.layout, self.shared = open_model(self.case)
-        self.waits = HostWaits()
-
-    def __enter__(self) -> Opened:
-        self.waits.__enter__()
-        self.waits.move(self.model)
-        self.graphs = TapeGraphs(self.waits)
-        self.run: Any = in_order(self.model)
-        if self.is_graphed:
-            parameters = self.model.parameters()
-            tell = self.told.append
-            self.run = GraphedRun(self.run, parameters, self.graphs, tell=tell, on_failure=self.on_failure)
-        self.scale = self.waits.on_device(torch.tensor(0.01))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.waits.__exit__(None, None, None)
-        self.shared.close()
-
-    def batches(self, step: int, count: int = MICRO_BATCHES) -> Sequence[Batch]:
-        own = global_batch(self.assembly, self.layout, step)[:count]
-        return [replace(self.waits.on_device(batch), loss_scale=self.scale) for batch in own]
-
-    def step(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
-        """Sums and gradients of a step, on the host."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        tally: Tally = self.run(batches, untimed)
-        values = {name: parameter.grad for name, parameter in self.model.named_parameters()}
-        values["loss"] = tally.loss
-        for number, layer in tally.layers.items():
-            values |= {f"{name} of layer {number}": value for name, value in layer.stats.items()}
-        return {name: self.waits.on_host(value) for name, value in values.items() if value is not None}
-
-
-def differing(case: LayerCase) -> tuple[list[str], list[str]]:
-    """What differs between eager and replayed steps, and the operators of the one graph."""
-    with Opened(case=case, is_graphed=False) as opened:
-        eager = [opened.step(opened.batches(step)) for step in range(WARM_UP + REPLAYS)]
-    with Opened(case=case, is_graphed=True) as opened:
-        replayed = [opened.step(opened.batches(step)) for step in range(WARM_UP + REPLAYS)]
-        (tape,) = opened.graphs.tapes
-    wrong = []
-    for step, (wanted, found) in enumerate(zip(eager, replayed, strict=True)):
-        assert wanted.keys() == found.keys()
-        wrong += [f"step {step}: {name}" for name in wanted if not torch.equal(wanted[name], found[name])]
-    return wrong, tape.operators
-
-
 def covering() -> list[Any]:
     """Every two values of routing, model, memory and dispatch. ``make test`` runs as few as have every value."""
     factors = (ROUTING, MODEL, MEMORY, DISPATCH)
@@ -192,9 +127,10 @@ def test_replayed_steps_have_the_bits_of_eager_ones(
     ranks: RankPool, routing: str, model: str, memory: str, dispatch: str
 ) -> None:
     case = case_of(1, ROUTING[routing], MODEL[model], DISPATCH[dispatch], MEMORY[memory])
-    ((wrong, operators),) = ranks.run(differing, 1, case)
-    assert wrong == []
-    assert len(operators) > 500
+    (found,) = ranks.run(compared, 1, case, REPLAYS)
+    assert found.failure == ""
+    assert found.differing == []
+    assert len(found.operators) > 500
 
 
 def collectives(operators: Sequence[str]) -> list[str]:
@@ -204,22 +140,22 @@ def collectives(operators: Sequence[str]) -> list[str]:
 
 @pytest.mark.parametrize("way", quick(AMONG_RANKS, "experts, stashed", "sequences, around a ring"))
 def test_ranks_replay_the_same_collectives(ranks: RankPool, way: str) -> None:
-    (first, of_first), (second, of_second) = ranks.run(
-        differing, 2, case_of(2, {"dispatch": {**STATIC, "rank_capacity": 2.0}}, AMONG_RANKS[way])
-    )
-    assert first == second == []
-    assert collectives(of_first) == collectives(of_second)
-    assert (collectives(of_first) == []) == (way == "data"), "ranks that share nothing meet behind the graph"
+    case = case_of(2, {"dispatch": {**STATIC, "rank_capacity": 2.0}}, AMONG_RANKS[way])
+    first, second = ranks.run(compared, 2, case, REPLAYS)
+    assert (first.failure, first.differing, second.differing) == ("", [], [])
+    met = collectives(first.operators)
+    assert met == collectives(second.operators)
+    assert (met == []) == (way == "data"), "ranks that share nothing meet behind the graph"
 
 
 def read_from_outside(case: LayerCase) -> list[tuple[int, ...]]:
     """Shapes of what a graph reads, and neither makes nor finds in the model or in its own batches."""
-    with Opened(case=case, is_graphed=True) as opened:
+    with CountedModel(case=case, is_graphed=True) as counted:
         for step in range(WARM_UP + 1):
-            opened.step(opened.batches(step))
-        (tape,) = opened.graphs.tapes
-        (captured,) = opened.run._captured.values()
-        held = [*opened.model.parameters(), *opened.model.buffers(), *tree_leaves([*captured.batches])]
+            counted.step(counted.batches(step))
+        (tape,) = counted.graphs.tapes
+        (captured,) = counted.run._captured.values()
+        held = [*counted.model.parameters(), *counted.model.buffers(), *tree_leaves([*captured.batches])]
         known = {storage(getattr(tensor, "held", tensor)) for tensor in held if isinstance(tensor, Tensor)}
         return [tuple(tensor.shape) for tensor in tape.made_outside() if storage(tensor) not in known]
 
@@ -254,34 +190,24 @@ REFUSED: Mapping[str, tuple[int, Parts]] = {
 }
 
 
-def failing(case: LayerCase) -> str:
-    with Opened(case=case, is_graphed=True) as opened:
-        try:
-            for step in range(WARM_UP + 1):
-                opened.step(opened.batches(step))
-        except RunError as error:
-            return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("way", quick(REFUSED, "loop", "sinkhorn", "alltoall", "a budget without max_tokens"))
 def test_what_resolve_refuses_waits_for_values(ranks: RankPool, way: str) -> None:
     world, parts = REFUSED[way]
     shared = {"parallel": {"experts": {"ep": 2}}} if world == 2 else {}
-    for told in ranks.run(failing, world, case_of(world, shared, parts)):
-        assert "a step cannot be captured as a graph: a graph holds no wait of the host" in told
-        assert ".py:" in told
-        assert "Use train.graphs: none, or train.on_failed_capture: eager" in told
+    for found in ranks.run(compared, world, case_of(world, shared, parts), 1):
+        assert "a step cannot be captured as a graph: a graph holds no wait of the host" in found.failure
+        assert ".py:" in found.failure
+        assert "Use train.graphs: none, or train.on_failed_capture: eager" in found.failure
 
 
 def going_on() -> tuple[bool, list[str]]:
     case = case_of(1, {"gemm": {"use": "loop"}})
-    with Opened(case=case, is_graphed=False) as opened:
-        eager = [opened.step(opened.batches(step)) for step in range(WARM_UP + 2)]
-    with Opened(case=case, is_graphed=True, on_failure="eager") as opened:
-        found = [opened.step(opened.batches(step)) for step in range(WARM_UP + 2)]
+    with CountedModel(case=case, is_graphed=False) as counted:
+        eager = [counted.step(counted.batches(step)) for step in range(WARM_UP + 2)]
+    with CountedModel(case=case, is_graphed=True, on_failure="eager") as counted:
+        found = [counted.step(counted.batches(step)) for step in range(WARM_UP + 2)]
     same = all(torch.equal(a[name], b[name]) for a, b in zip(eager, found, strict=True) for name in a)
-    return same, opened.told
+    return same, counted.told
 
 
 def test_a_run_goes_on_without_graphs_if_it_is_asked_to(ranks: RankPool) -> None:
@@ -295,14 +221,14 @@ def test_a_run_goes_on_without_graphs_if_it_is_asked_to(ranks: RankPool) -> None
 def other_shapes() -> tuple[list[int], list[str]]:
     """The number of graphs after each kind of step, each run often enough to be captured."""
     counts = []
-    with Opened(case=case_of(1), is_graphed=True) as opened:
+    with CountedModel(case=case_of(1), is_graphed=True) as counted:
         for micro_batches in (2, 1, 3, 2):
             for step in range(WARM_UP + 2):
-                opened.step(opened.batches(step, micro_batches))
-            counts.append(len(opened.graphs.tapes))
-        opened.step([replace(batch, dropless=True) for batch in opened.batches(0)])
-        counts.append(len(opened.graphs.tapes))
-    return counts, opened.told
+                counted.step(counted.batches(step, micro_batches))
+            counts.append(len(counted.graphs.tapes))
+        counted.step([replace(batch, dropless=True) for batch in counted.batches(0)])
+        counts.append(len(counted.graphs.tapes))
+    return counts, counted.told
 
 
 def test_two_shapes_are_captured_and_the_third_is_told_once(ranks: RankPool) -> None:

@@ -283,5 +283,9 @@ class ForgetsBiases(PlainExperts):
     promised = {"formula": ("swiglu", "bias")}
 
 
+class OffersReplays(PlainExperts):
+    promised = moefw.offers(replays=moefw.ANY)
+
+
 PLUGINS = declarations(Plain, PlainExperts)
 """The plugin of each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ class PlainRouter(nn.Module, moefw.Router):
 
     states: ClassVar[tuple[str, ...]] = ("bias",)
     partition: ClassVar[str] = "token"
+    replays: ClassVar[Any] = ("never",)
 
     def __init__(self, site: moefw.Site) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class Plain(RouterPlugin):
     made: ClassVar[type[PlainRouter]] = PlainRouter
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        return moefw.offers(partition=(self.made.partition,))
+        return moefw.offers(partition=(self.made.partition,), replays=self.made.replays)
 
     def build(self, context: moefw.BuildContext) -> moefw.Router:
         return self.made(context.site)
@@ -280,6 +281,31 @@ class CountsMaskedRows(PlainRouter):
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         routing = super().forward(x_TD, batch)
         return replace(routing, num_rows=routing.expert_ids_TK.numel())
+
+
+class Replays(PlainRouter):
+    """Keeps its promise: it counts without a read."""
+
+    replays = moefw.ANY
+
+    def count(self, ids_TK: Tensor) -> Tensor:
+        experts_E = torch.arange(self.dims.num_experts, device=ids_TK.device)
+        return (ids_TK.unsqueeze(-1) == experts_E).sum((0, 1)).float()
+
+
+class ReadsAValue(Replays):
+    def loss(self, logits_TE: Tensor, valid_T: Tensor) -> Tensor:
+        return super().loss(logits_TE, valid_T) if valid_T.sum().item() else logits_TE.sum()
+
+
+class CountsItsCalls(Replays):
+    def __init__(self, site: moefw.Site) -> None:
+        super().__init__(site)
+        self.calls = 0
+
+    def logits(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        self.calls += 1
+        return super().logits(x_TD, batch) * (1.0 + 0.1 * self.calls)
 
 
 PLUGINS = declarations(Plain, PlainRouter)

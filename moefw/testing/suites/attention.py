@@ -28,9 +28,9 @@ from moefw.testing.suites.attention_case import (
     sequences,
     weights_of,
 )
-from moefw.testing.suites.base import Suite
 from moefw.testing.suites.gemm_case import differing
 from moefw.testing.suites.gemm_passes import PRODUCTS, Noting
+from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
 RTOL = 2e-5
@@ -42,7 +42,7 @@ UNUSED = 37
 Reference = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 
-class AttentionSuite(Suite):
+class AttentionSuite(ReplayChecks):
     """Tests an attention against its contract: what it may see, its formula in fp64, heads split over ranks."""
 
     dim: ClassVar[int] = 16
@@ -67,6 +67,11 @@ class AttentionSuite(Suite):
         assert isinstance(attention, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
         assert isinstance(attention, Attention), f"{self.plugin.name} builds something that is no moefw.Attention."
         return attention
+
+    @property
+    def _replay_sizes(self) -> Mapping[str, int]:
+        """That of the suite."""
+        return {"dim": self.dim}
 
     def test_returns_a_row_for_each_token(self) -> None:
         """Output and gradients are finite, of many tokens, of one and of none. Each parameter has one name."""

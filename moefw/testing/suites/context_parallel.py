@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from moefw.runtime.attention.mask import Mask
 from moefw.runtime.parallel.cp_blocks import pieces_of
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.testing.layer_case import LayerCase
-from moefw.testing.suites.base import Suite
+from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.watch import same_bits, worst_error
 
 RTOL = 2e-5
@@ -89,8 +89,14 @@ def unlike_masks(world: int) -> Sequence[tuple[ContextCase, ContextCase]]:
     return [(ContextCase(), ContextCase(documents=True, seed=7)), packs(world)]
 
 
-class ContextParallelSuite(Suite):
+class ContextParallelSuite(ReplayChecks):
     """Tests an algorithm against attention on one rank: outputs, and gradients of queries, keys, values and sinks."""
+
+    _replay_worlds = (2,)
+
+    def _replay_layout(self, world: int) -> Mapping[str, Any]:
+        """Layout of so many ranks: they share sequences."""
+        return {"dense": {"cp": world}}
 
     def worlds(self) -> Iterator[tuple[int, LayerCase]]:
         """Yield the numbers of ranks on which the algorithm fits eight heads, with a spec for each."""

@@ -15,15 +15,18 @@ from moefw.testing.suites.dispatch_run import RefusedError, fail
 from moefw.testing.suites.dispatch_state import StateChecks
 from moefw.testing.suites.dispatch_static import StaticChecks
 from moefw.testing.suites.dispatch_wire import WireChecks
+from moefw.testing.suites.replay import ReplayChecks
 
 
-class DispatcherSuite(LayerChecks, WireChecks, StaticChecks, StateChecks, DeclarationChecks):
+class DispatcherSuite(LayerChecks, WireChecks, StaticChecks, StateChecks, DeclarationChecks, ReplayChecks):
     """Tests a dispatcher against its contract: set ``plugin``, and ``options`` if some are required.
 
     The dispatcher's offers decide what is checked. Movements run on ranks that are threads if the dispatcher uses its
     process group only for collectives, else over gloo. Whole layers always run over gloo. pytest runs the checks of the
     last base first: the declaration, rows, state, the wire, then whole layers and drawn examples.
     """
+
+    _replay_worlds = (1, 2)
 
     def test_drawn_movements_are_right(self) -> None:
         """Random tokens, skews, drops, alignments, dtypes and layouts, on every world."""

@@ -19,7 +19,6 @@ from moefw.core.errors import PlanError
 from moefw.core.stages import ExpertBatch
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.poisoned import poisoned_memory
-from moefw.testing.suites.base import Suite
 from moefw.testing.suites.gemm_case import (
     GemmCase,
     Results,
@@ -43,6 +42,7 @@ from moefw.testing.suites.gemm_case import (
     terms_of_row_weights,
 )
 from moefw.testing.suites.gemm_passes import Asked, Noting, values_of_operands
+from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.runs import row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
@@ -71,7 +71,7 @@ class Bench:
         return case.batch(dim, dtype, alignment=self.alignment), case.probe(dim, dtype, alignment=self.alignment)
 
 
-class GemmSuite(Suite):
+class GemmSuite(ReplayChecks):
     """Tests an expert computation against its contract: the dense formula in fp64, row by row."""
 
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 4, "top_k": 2, "dim": 16, "expert_dim": 32}
@@ -112,6 +112,13 @@ class GemmSuite(Suite):
         assert isinstance(experts, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
         assert isinstance(experts, ExpertGemm), f"{self.plugin.name} builds something that is no moefw.ExpertGemm."
         return Bench(experts, row_alignment(assembly), precision, layer_case)
+
+    _replay_worlds = (1, 2)
+
+    @property
+    def _replay_sizes(self) -> Mapping[str, int]:
+        """Those of the suite."""
+        return self.dims
 
     def takes(self, kind: str) -> bool:
         """Whether the GEMM declares that it takes rows of a kind: ragged, padded or static."""

@@ -15,7 +15,6 @@ from moefw.core.errors import ContractError, MoefwError, PlanError
 from moefw.core.facts import ANY
 from moefw.core.plugin import MemoryPolicyPlugin
 from moefw.testing.layer_case import LayerCase
-from moefw.testing.suites.base import Suite
 from moefw.testing.suites.memory_policy_case import (
     LARGE,
     Observed,
@@ -25,6 +24,7 @@ from moefw.testing.suites.memory_policy_case import (
     probe_region,
     region_of,
 )
+from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.runs import open_context, whole_model
 from moefw.testing.suites.watch import same_bits, worst_error
 
@@ -40,7 +40,7 @@ FLOOR = 1e-2
 """Gradients below this share of the largest one nearly cancel; their errors are relative to this share."""
 
 
-class MemoryPolicySuite(Suite):
+class MemoryPolicySuite(ReplayChecks):
     """Tests a memory policy against its contract: it changes no bit of any result.
 
     If the plugin states an ``rtol``, the gradients of a model of one layer may differ by this share of their largest
@@ -63,6 +63,11 @@ class MemoryPolicySuite(Suite):
         """Give each policy runs of its own."""
         super().__init_subclass__()
         cls._runs = {}
+
+    @property
+    def _replay_sizes(self) -> Mapping[str, int]:
+        """A model that has all regions."""
+        return {"num_layers": 2, "num_dense_layers": 1, "shared_expert_dim": 16}
 
     @property
     def chosen(self) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import LayerCase, build_layer
 from moefw.testing.oracle import Rule, dense_moe
 from moefw.testing.poisoned import poisoned_memory
-from moefw.testing.suites.base import Suite
 from moefw.testing.suites.outliers import ROWS, error_by_row, with_outlier
 from moefw.testing.suites.precision_draws import RandomRounding
+from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
@@ -77,7 +77,7 @@ OPERANDS = st.builds(
 )
 
 
-class PrecisionSuite(RandomRounding, Suite):
+class PrecisionSuite(RandomRounding, ReplayChecks):
     """Tests a precision recipe against its contract."""
 
     plugin: ClassVar[type[PrecisionPlugin]]
@@ -95,6 +95,16 @@ class PrecisionSuite(RandomRounding, Suite):
     @property
     def _dims(self) -> dict[str, int]:
         return {"num_experts": 4, "top_k": 2, "dim": self.block, "expert_dim": 2 * self.block}
+
+    @property
+    def _replay_sizes(self) -> Mapping[str, int]:
+        """Multiples of the block."""
+        return {
+            "dim": self.block,
+            "expert_dim": 2 * self.block,
+            "shared_expert_dim": self.block,
+            "dense_dim": self.block,
+        }
 
     def recipe(self) -> Any:
         """Recipe of one layer."""

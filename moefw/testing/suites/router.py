@@ -17,7 +17,7 @@ from moefw.core.errors import PlanError
 from moefw.core.stages import Batch, Routing
 from moefw.runtime.naming import initialise
 from moefw.testing.layer_case import LayerCase
-from moefw.testing.suites.base import Suite
+from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.routing_case import (
     SEQUENCES,
     TOKENS,
@@ -41,7 +41,7 @@ NEAR_TIES = 0.05
 """Largest difference of an expert's load, 1 = fair share: a few choices between nearly equal scores."""
 
 
-class RouterSuite(Suite):
+class RouterSuite(ReplayChecks):
     """Tests a router against its contract."""
 
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 8, "top_k": 2, "dim": 16, "expert_dim": 16}
@@ -56,6 +56,11 @@ class RouterSuite(Suite):
         assert isinstance(router, Router), f"{self.plugin.name} builds something that is no moefw.Router."
         initialise(router, seed=seed, std=lambda _: 0.3)
         return router
+
+    @property
+    def _replay_sizes(self) -> Mapping[str, int]:
+        """Those of the suite."""
+        return self.dims
 
     def _sized(self) -> LayerCase:
         """Layer case of the sizes of the suite, which the plugin must accept."""
