@@ -204,6 +204,8 @@ class Engine:
 
 def _counts(batch: Batch) -> Tensor:
     """Numbers of tokens with a loss and of valid tokens, ``(2)`` fp64 on the device."""
+    if batch.mask_BS is None and batch.loss_mask_BS is None:
+        return torch.full((2,), batch.ids_BS.numel(), dtype=torch.float64, device=batch.ids_BS.device)
     valid_BS = torch.ones_like(batch.ids_BS, dtype=torch.bool) if batch.mask_BS is None else batch.mask_BS
     trained_BS = valid_BS if batch.loss_mask_BS is None else valid_BS & batch.loss_mask_BS
     return torch.stack([trained_BS.sum(dtype=torch.float64), valid_BS.sum(dtype=torch.float64)])

@@ -18,12 +18,12 @@ from moefw.testing.suites.dispatch_wire import WireChecks
 from moefw.testing.suites.replay import ReplayChecks
 
 
-class DispatcherSuite(LayerChecks, WireChecks, StaticChecks, StateChecks, DeclarationChecks, ReplayChecks):
+class DispatcherSuite(ReplayChecks, LayerChecks, WireChecks, StaticChecks, StateChecks, DeclarationChecks):
     """Tests a dispatcher against its contract: set ``plugin``, and ``options`` if some are required.
 
     The dispatcher's offers decide what is checked. Movements run on ranks that are threads if the dispatcher uses its
     process group only for collectives, else over gloo. Whole layers always run over gloo. pytest runs the checks of the
-    last base first: the declaration, rows, state, the wire, then whole layers and drawn examples.
+    last base first: the declaration, rows, state, the wire, whole layers, then replayed steps and drawn examples.
     """
 
     _replay_worlds = (1, 2)
