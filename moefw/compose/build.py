@@ -378,7 +378,7 @@ def build_model(
     train = assembly.spec.train
     if not train.freeze:
         return _build(assembly, layout, device, shared, shard_by=shard_by, watch=watch)
-    from moefw.compose.freezing import UnshardedUnits, frozen_alike
+    from moefw.compose.freezing import UnshardedUnits, built_with_frozen
 
     def build(device: torch.device, whole: bool) -> nn.Module:
         if not whole:
@@ -388,7 +388,7 @@ def build_model(
         own.close()
         return model
 
-    return frozen_alike(build, device, train.freeze, Path(train.weights or ""))
+    return built_with_frozen(build, device, train.freeze, Path(train.weights or ""))
 
 
 def _build(

@@ -40,7 +40,7 @@ class UnshardedUnits:
         return model
 
 
-def frozen_alike(
+def built_with_frozen(
     build: Callable[[torch.device, bool], nn.Module], device: torch.device, patterns: Sequence[str], weights: Path
 ) -> nn.Module:
     """Model from ``build(device, whole)``, in which the parameters whose canonical names match are frozen.

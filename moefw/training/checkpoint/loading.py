@@ -35,8 +35,8 @@ def load(
     """Check every hash, fill a model, its state and its optimizer, and return the manifest. Collective.
 
     Frozen parameters are not filled: the folder of the ``base`` in use has them. ``tokenizer``: fingerprint of the
-    tokenizer in use. Raises CheckpointError on all ranks of ``group``, before any
-    tensor is filled, if one of them sees a damaged folder, another model, another tokenizer or another base.
+    tokenizer in use. Raises CheckpointError on all ranks of ``group``, before any tensor is filled, if one of them sees
+    a damaged folder, another model, another tokenizer or another base.
     """
     checked = None
     error = None
