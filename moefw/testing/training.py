@@ -66,15 +66,15 @@ def short_run(
     steps: int,
     padded: bool = False,
     packed: bool = False,
-    prompts: bool = False,
     read: Read | None = None,
     plugins: tuple[type[Plugin], ...] = (),
+    prompts: bool = False,
 ) -> Run:
     """Train on random tokens that depend on the step alone; each rank takes its share of the sequences.
 
     ``padded``: sequences have unequal numbers of valid tokens, and some have none. ``packed``: each holds documents of
-    unequal length, whose positions start anew. ``prompts``: some valid tokens have no loss. ``read``: other tokens.
-    ``plugins`` need not be installed.
+    unequal length, whose positions start anew. ``read``: other tokens. ``plugins`` need not be installed. ``prompts``:
+    some valid tokens have no loss.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(

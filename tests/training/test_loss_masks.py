@@ -180,10 +180,9 @@ def assert_alike(runs: list[Run], alone: Run) -> None:
 @pytest.mark.parametrize("layout", ["dp 2 and ep 2", "cp 2", *deep("pp 2", "tp 2 and FSDP")])
 @pytest.mark.parametrize("padded", [False, *deep(True)])
 def test_a_layout_changes_neither_the_loss_nor_what_is_balanced(pool: RankPool, layout: str, padded: bool) -> None:
-    shared = LAYOUTS[layout]
-    world = 2
-    (alone,) = pool.run(short_run, 1, tree(), 2, padded, False, True)
-    assert_alike(pool.run(short_run, world, tree(**shared), 2, padded, False, True), alone)
+    how = (padded, False, None, (), True)
+    (alone,) = pool.run(short_run, 1, tree(), 2, *how)
+    assert_alike(pool.run(short_run, 2, tree(**LAYOUTS[layout]), 2, *how), alone)
 
 
 def _even(self: TokenFile, start: int, count: int) -> Any:
