@@ -19,8 +19,8 @@ from pyarrow import parquet
 from data_cases import all_of, examples, prepared_folders, write
 from moefw import DataError
 from moefw.core.site import Machine
+from moefw.plugins.data.row_sides import split_rows
 from moefw.plugins.data.rows import JsonLines, Parquet, read
-from moefw.plugins.data.rows.sides import split_rows
 from resolved_specs import problems_of
 
 TEXTS = [f"Row {number}: Grüße,\n你好 🙂" for number in range(60)]

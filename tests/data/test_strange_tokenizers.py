@@ -102,7 +102,7 @@ def test_a_document_that_cannot_be_encoded_is_named(name, tmp_path, cache, capfd
 
 def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost():
     with EncodingProcess(tokenizer_json()) as process:
-        os.kill(process._process.pid, signal.SIGKILL)
+        os.kill(process._child._process.pid, signal.SIGKILL)
         found = process.encode([b"a", b"", b"b"])
     assert [ids.tolist() for ids in found] == [[0], [], [1]]
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefw.core.errors import DataError
-from moefw.plugins.data.encoding import EncodingError
+from moefw.plugins.data.child import EncodingError
 from moefw.plugins.data.split import TextDocument
 from moefw.plugins.data.tokenizers import TextTokenizer
 from moefw.plugins.data.tokens import TokenWriter

@@ -53,25 +53,25 @@ def main() -> None:
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    _limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_CORE, 0)
     request = receive(requests)
     if request is None:
         return
     (content,) = request[1]
     load_bytes = LOAD_BYTES + LOAD_BYTES_PER_BYTE * len(content)
-    _limit(resource.RLIMIT_CPU, LOAD_CPU_S)
-    _limit(resource.RLIMIT_DATA, load_bytes)
+    limit(resource.RLIMIT_CPU, LOAD_CPU_S)
+    limit(resource.RLIMIT_DATA, load_bytes)
     try:
         tokenizer = _load(content)
     except BaseException as error:
-        return send(answers, {"error": _said(error)})
+        return send(answers, {"error": first_line(error)})
     send(answers, {})
     while (request := receive(requests)) is not None:
         head, parts = request
         size = sum(map(len, parts))
         spent_s = int(time.process_time())
-        _limit(resource.RLIMIT_CPU, spent_s + LOAD_CPU_S + ENCODE_CPU_S_PER_MIB * (size >> 20))
-        _limit(resource.RLIMIT_DATA, load_bytes + ENCODE_BYTES_PER_BYTE * size)
+        limit(resource.RLIMIT_CPU, spent_s + LOAD_CPU_S + ENCODE_CPU_S_PER_MIB * (size >> 20))
+        limit(resource.RLIMIT_DATA, load_bytes + ENCODE_BYTES_PER_BYTE * size)
         try:
             if head.get("decode"):
                 answer = [_decode(tokenizer, part) for part in parts]
@@ -79,7 +79,7 @@ def main() -> None:
                 encoded = _encode(tokenizer, [text.decode("utf-8", "replace") for text in parts])
                 answer = [ids.tobytes() for ids in encoded]
         except BaseException as error:
-            send(answers, {"error": _said(error)})
+            send(answers, {"error": first_line(error)})
         else:
             send(answers, {"sizes": list(map(len, answer))}, answer)
 
@@ -107,13 +107,14 @@ def _decode(tokenizer: Any, ids: bytes) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def _said(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """First line of an exception's message. A Rust panic is a BaseException, not an Exception."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 
 
-def _limit(kind: int, most: int) -> None:
+def limit(kind: int, most: int) -> None:
+    """Set a soft limit of this process, or the hard one if that is lower."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

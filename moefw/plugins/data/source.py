@@ -12,9 +12,10 @@ from typing import final
 from moefw.core.data import TOKENIZER, DataSource, TokenStream
 from moefw.core.errors import DataError
 from moefw.plugins.data.bpe import train_bpe
+from moefw.plugins.data.child import EncodingError
 from moefw.plugins.data.corpus import Corpus, find_corpus
 from moefw.plugins.data.corpus_ids import Encode, write_tokens
-from moefw.plugins.data.encoding import EncodingError, EncodingProcess
+from moefw.plugins.data.encoding import EncodingProcess
 from moefw.plugins.data.numbers import NumberFile
 from moefw.plugins.data.options import Options, Tokenized
 from moefw.plugins.data.prepared import HELDOUT, HELDOUT_TEXT, TRAIN, Prepared, describe, kept_in, prepare_folder

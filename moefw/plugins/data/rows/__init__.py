@@ -11,7 +11,8 @@ from attrs import frozen
 import moefw
 from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
-from moefw.plugins.data.rows.options import INSTALL, PACKAGE, Rows
+from moefw.plugins.data.rows.options import Rows
+from moefw.plugins.data.tables import INSTALL, PACKAGE
 
 
 @frozen(kw_only=True)

@@ -10,9 +10,6 @@ from attrs.validators import min_len
 
 from moefw.plugins.data.options import Tokenized, absolute
 
-PACKAGE = "pyarrow"
-INSTALL = "Install it with: pip install 'moefw[parquet]', or convert the files to JSON lines (use: jsonl)."
-
 
 @frozen(kw_only=True)
 class Rows(Tokenized):

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from moefw.core.errors import DataError
 from moefw.plugins.data.corpus import find_corpus, unreadable
-from moefw.plugins.data.rows.options import INSTALL, Rows
-from moefw.plugins.data.rows.sides import split_rows
+from moefw.plugins.data.row_sides import split_rows
+from moefw.plugins.data.rows.options import Rows
 from moefw.plugins.data.source import PreparedSource, prepare_corpus
-
-READ_BYTES: Final = 1 << 20
-BATCH_ROWS: Final = 16
-"""Rows of a Parquet file that are held at once: their text may be many times as large as the file."""
+from moefw.plugins.data.tables import table_rows
 
 Read = Callable[[Path, str], Iterator[tuple[str, Any]]]
 """Yields the place and the value of a field of each row of a file."""
@@ -58,28 +55,14 @@ def _value(place: str, line: bytes, field: str) -> Any:
 
 
 def parquet(path: Path, field: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the place and the value of a column of each row. Only that column is read. Raises DataError.
+    """Yield the place and the value of a column of each row. Only that column is read. Raises DataError."""
 
-    Metadata of a column other than its type are not looked at: by the features of Hugging Face's ``datasets`` its
-    values may be paths and URLs, which somebody else wrote.
-    """
-    try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise DataError(f"pyarrow, which reads Parquet files, cannot be imported: {error}.", INSTALL) from error
-    try:
-        # An OSFile is the file of this name. Of a string, pyarrow makes a URL if there is no such file.
-        with pyarrow.OSFile(str(path)) as file, ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES) as table:
-            _check_column(path, field, table.schema_arrow)
-            number = 0
-            for batch in table.iter_batches(BATCH_ROWS, columns=[field], use_threads=False):
-                for value in batch.column(field).to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", value
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise DataError(f"{path} cannot be read: {reason}.", "Name whole Parquet files.") from error
+    def column(schema: Any) -> list[str]:
+        _check_column(path, field, schema)
+        return [field]
+
+    for place, row in table_rows(path, column):
+        yield place, row[field]
 
 
 def _check_column(path: Path, field: str, schema: Any) -> None:
