@@ -73,3 +73,7 @@ class DataSource(ABC):
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer, if it is a file, to ``folder``, for use of the model without the data."""
+
+    def preview(self) -> Sequence[str]:
+        """Lines that a run shows before its first step, such as a sample with the tokens to predict marked."""
+        return ()

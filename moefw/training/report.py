@@ -47,6 +47,8 @@ def introduce(session: Session, parameters: Parameters, start: int, changes: Seq
     heldout = len(session.data.heldout)
     ids = session.data.vocab_size
     say(console, f"{train:,} tokens to train on, {heldout:,} held out, a vocabulary of {ids:,}")
+    for line in session.data.preview() if session.leads else ():
+        say(console, line)
     if is_gpu(session.device) and dist.is_initialized() and dist.get_backend() == "gloo":
         say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
     residual: Any = session.model.residual_dtype

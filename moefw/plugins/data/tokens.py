@@ -16,6 +16,8 @@ from moefw.plugins.data.numbers import NumberFile
 
 STARTS: Final = np.dtype("<i8")
 """The type of the files of document starts."""
+TRAINED: Final = np.dtype("u1")
+"""The type of the files that say whether each token trains."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -28,12 +30,24 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @final
 class TokenFile(TokenStream):
-    """The ids ``begin`` to ``end`` of a file. ``starts`` holds where documents start in the file, ascending."""
+    """The ids ``begin`` to ``end`` of a file. ``starts`` holds where documents start in the file, ascending.
 
-    def __init__(self, ids: NumberFile, starts: NumberFile, *, begin: int = 0, end: int | None = None) -> None:
+    ``trained`` holds 1 for each id to predict, 0 for others; None: all are.
+    """
+
+    def __init__(
+        self,
+        ids: NumberFile,
+        starts: NumberFile,
+        *,
+        trained: NumberFile | None = None,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> None:
         self.name = f"{ids.name} from token {begin:,}" if begin else ids.name
         self._ids = ids
         self._starts = starts
+        self._trained = trained
         self._begin = begin
         self._end = len(ids) if end is None else end
 
@@ -51,10 +65,19 @@ class TokenFile(TokenStream):
         first, last = (bisect_left(self._starts, self._begin + place) for place in (start, start + count))
         return self._starts.read(first, last - first) - self._begin
 
+    def trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
+        """Whether each of ``count`` tokens from ``start`` is one to predict. Raises DamagedDataError."""
+        return None if self._trained is None else self._trained.read(self._begin + start, count) != 0
+
 
 def starts_file(path: Path) -> Path:
     """File of document starts beside a token file."""
     return path.with_suffix(".starts")
+
+
+def trained_file(path: Path) -> Path:
+    """File beside a token file that says whether each token trains."""
+    return path.with_suffix(".trained")
 
 
 @final

@@ -112,8 +112,13 @@ class BlendSource(DataSource):
         return self._sources[0].decode(ids)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer of all sources."""
-        self._sources[0].save_tokenizer(folder)
+        """Write the tokenizer of all sources, and what each has beside it, such as a chat template."""
+        for source in self._sources:
+            source.save_tokenizer(folder)
+
+    def preview(self) -> Sequence[str]:
+        """Lines of all sources."""
+        return [line for source in self._sources for line in source.preview()]
 
 
 def _check_tokenizers(sources: Sequence[DataSource]) -> None:

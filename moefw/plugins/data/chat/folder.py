@@ -1,0 +1,109 @@
+"""The files of a tokenizer's folder: the tokenizer, its chat template, and what is handed on with a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from attrs import frozen
+
+from moefw.core.data import TOKENIZER
+from moefw.core.errors import DataError, os_reason
+from moefw.plugins.data.options import absolute
+from moefw.plugins.data.tokenizers import read_json
+
+TEMPLATE: Final = "chat_template.jinja"
+CONFIG: Final = "tokenizer_config.json"
+SPECIAL_TOKENS: Final = "special_tokens_map.json"
+HANDED_ON: Final = (CONFIG, SPECIAL_TOKENS, "generation_config.json")
+_DOWNLOAD: Final = "Download it again."
+
+
+@frozen(kw_only=True)
+class TokenizerFiles:
+    """Content of the files, and the variables of the template: the names of special tokens, such as ``eos_token``.
+
+    ``beside`` are those that a run hands on besides ``tokenizer.json``, the template among them.
+    """
+
+    tokenizer: bytes
+    template: str
+    variables: Mapping[str, str]
+    beside: Mapping[str, bytes]
+
+
+def tokenizer_path(name: str) -> Path:
+    """The ``tokenizer.json`` that ``data.tokenizer`` names, itself or its folder."""
+    path = Path(absolute(name))
+    return path / TOKENIZER if path.is_dir() else path
+
+
+def read_files(tokenizer: str, template: str | None) -> TokenizerFiles:
+    """Files of the folder of a tokenizer, with the template of a file, or the folder's own. Raises DataError."""
+    path = tokenizer_path(tokenizer)
+    beside = {name: _read("data.tokenizer", path.with_name(name)) for name in HANDED_ON if _is_there(path, name)}
+    configs = [_object(path.with_name(name), beside[name]) for name in (SPECIAL_TOKENS, CONFIG) if name in beside]
+    config = configs[-1] if CONFIG in beside else {}
+    source = _template(path, config, template)
+    variables = {name: text for each in configs for name, text in _special_tokens(each)}
+    return TokenizerFiles(
+        tokenizer=_read("data.tokenizer", path),
+        template=source,
+        variables=variables,
+        beside={**beside, TEMPLATE: source.encode()},
+    )
+
+
+def _template(path: Path, config: Mapping[str, Any], template: str | None) -> str:
+    if template is not None:
+        return _text("data.template", Path(absolute(template)))
+    if _is_there(path, TEMPLATE):
+        return _text("data.template", path.with_name(TEMPLATE))
+    source = config.get("chat_template")
+    if isinstance(source, str):
+        return source
+    fix = "Name the file of a template in data.template."
+    if source:
+        names = ", ".join(str(each.get("name")) for each in source if isinstance(each, Mapping))
+        what = f"data.template: {path.with_name(CONFIG)} has several chat templates: {names}."
+        raise DataError(what, f"Write one of them to a file. {fix}")
+    raise DataError(f"data.template: {path.parent} has neither {TEMPLATE} nor a chat_template in {CONFIG}.", fix)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of special tokens; some are objects that have the text as content."""
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            yield name, text
+
+
+def _is_there(path: Path, name: str) -> bool:
+    return os.path.lexists(path.with_name(name))
+
+
+def _object(path: Path, content: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"data.tokenizer: {path} is not JSON: {error}.", _DOWNLOAD) from error
+    if not isinstance(value, dict):
+        raise DataError(f"data.tokenizer: {path} holds no JSON object.", _DOWNLOAD)
+    return value
+
+
+def _text(option: str, path: Path) -> str:
+    try:
+        return _read(option, path).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{option}: {path} is not UTF-8 text: {error.reason}.", "Name a file of text.") from error
+
+
+def _read(option: str, path: Path) -> bytes:
+    try:
+        return read_json(path)
+    except OSError as error:
+        raise DataError(f"{option}: {path} cannot be read: {os_reason(error)}.", "Correct the path.") from error

@@ -1,0 +1,199 @@
+"""Prepares conversations once, in a folder of the cache: ids, which of them train, and where samples start."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Final
+
+from moefw.core.errors import MOST_LISTED, DataError, Problem
+from moefw.plugins.data.chat.folder import TokenizerFiles, read_files
+from moefw.plugins.data.chat.options import ChatOptions
+from moefw.plugins.data.chat.process import ChatProcess, Encoded, Recipe
+from moefw.plugins.data.chat.rows import ENDINGS, read_chats
+from moefw.plugins.data.chat.source import ChatSource
+from moefw.plugins.data.child import EncodingError
+from moefw.plugins.data.corpus import Corpus, find_corpus
+from moefw.plugins.data.numbers import NumberFile
+from moefw.plugins.data.prepared import HELDOUT, HELDOUT_TEXT, TRAIN, Prepared, describe, kept_in, prepare_folder
+from moefw.plugins.data.progress import EncodingProgress
+from moefw.plugins.data.row_sides import split_rows
+from moefw.plugins.data.source import PreparedSource
+from moefw.plugins.data.split import TextDocument
+from moefw.plugins.data.tokenizers import fingerprint, load_tokenizer
+from moefw.plugins.data.tokens import STARTS, TRAINED, TokenFile, TokenWriter, starts_file, token_dtype, trained_file
+
+FORMAT: Final = 1
+"""Increased when the prepared files of the same conversations would change."""
+BATCH_BYTES: Final = 1 << 20
+
+Placed = tuple[str, Encoded]
+"""A sample and the place of its row."""
+
+
+def prepare_chats(options: ChatOptions, cache_dir: Path) -> ChatSource:
+    """Conversations, tokenized in this call unless an earlier one did it. Raises DataError."""
+    files = read_files(options.tokenizer, options.template)
+    corpus = find_corpus(options.path, ENDINGS)
+    recipe = Recipe(
+        tokenizer=files.tokenizer,
+        template=files.template,
+        variables=files.variables,
+        today=options.date,
+        train_on=options.train_on,
+    )
+    identity = (_identity(options, files, corpus), *((file.name, file.stop, file.mtime_ns) for file in corpus.files))
+    with kept_in(cache_dir):
+        prepared = prepare_folder(cache_dir, identity, lambda folder: _fill(folder, options, recipe, corpus))
+        tokenizer = load_tokenizer(options.tokenizer, files.tokenizer)
+        train, heldout = (_stream(prepared, Path(name), tokenizer.vocab_size) for name in (TRAIN, HELDOUT))
+        source = PreparedSource(prepared, tokenizer, train=train, heldout=heldout)
+        return ChatSource(source, beside=files.beside, meta=prepared.meta)
+
+
+def _identity(options: ChatOptions, files: TokenizerFiles, corpus: Corpus) -> list[Any]:
+    """All that decides what the prepared files hold, but for the rows."""
+    template = hashlib.sha256(files.template.encode()).hexdigest()
+    names = ("heldout", "train_on", "max_tokens", "too_long", "date")
+    chosen = [getattr(options, name) for name in names]
+    return ["chat", FORMAT, str(corpus.root), fingerprint(files.tokenizer), template, dict(files.variables), *chosen]
+
+
+def _stream(prepared: Prepared, path: Path, vocab_size: int) -> TokenFile:
+    return TokenFile(
+        NumberFile(prepared.open(path.name), token_dtype(vocab_size)),
+        NumberFile(prepared.open(starts_file(path).name), STARTS),
+        trained=NumberFile(prepared.open(trained_file(path).name), TRAINED),
+    )
+
+
+def _fill(folder: Path, options: ChatOptions, recipe: Recipe, corpus: Corpus) -> None:
+    split = split_rows(lambda: read_chats(corpus), options.heldout, corpus.root)
+    try:
+        process = ChatProcess(recipe)
+    except EncodingError as error:
+        what = f"data.tokenizer: {options.tokenizer}: {error.reason}."
+        raise DataError(what, "Use the files of another model, or another data.template.") from error
+    tokenizer = load_tokenizer(options.tokenizer, recipe.tokenizer)
+    with process, EncodingProgress(split.num_bytes) as progress, (folder / HELDOUT_TEXT).open("wb") as raw:
+
+        def encoded(rows: Iterable[TextDocument]) -> Iterator[Placed]:
+            for batch in _batches(rows):
+                yield from _encoded(batch, process)
+                progress.advance(sum(len(content) for _, content in batch))
+
+        writing = partial(_write, options=options, vocab_size=tokenizer.vocab_size)
+        counts = {
+            "train": writing(folder / TRAIN, encoded(split.train)),
+            "heldout": writing(folder / HELDOUT, _copied(encoded(split.heldout), raw)),
+        }
+    _require_both(counts, options)
+    meta = {
+        "format": FORMAT,
+        "source": str(corpus.root),
+        "tokenizer": tokenizer.fingerprint,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "documents": dict(split.counts),
+        "train_on": options.train_on,
+        "date": options.date,
+        "samples": counts,
+    }
+    describe(folder, meta)
+
+
+def _batches(rows: Iterable[TextDocument]) -> Iterator[list[tuple[str, bytes]]]:
+    """Yield batches of places and conversations."""
+    batch: list[tuple[str, bytes]] = []
+    room = BATCH_BYTES
+    for row in rows:
+        content = b"".join(row.pieces())
+        batch.append((row.place, content))
+        room -= len(content)
+        if room <= 0:
+            yield batch
+            batch = []
+            room = BATCH_BYTES
+    yield batch
+
+
+def _encoded(batch: Sequence[tuple[str, bytes]], process: ChatProcess) -> Iterator[Placed]:
+    """Yield the samples of a batch. Raises DataError with all conversations of it that give none."""
+    outcomes = process.samples([content for _, content in batch])
+    places = [place for place, _ in batch]
+    problems = [
+        Problem(f"this conversation cannot be rendered: {outcome.reason}.", "", place)
+        for place, outcome in zip(places, outcomes, strict=True)
+        if isinstance(outcome, EncodingError)
+    ]
+    if problems:
+        raise DataError(problems[:MOST_LISTED])
+    for place, samples in zip(places, outcomes, strict=True):
+        assert not isinstance(samples, EncodingError)
+        yield from ((place, sample) for sample in samples)
+
+
+def _copied(samples: Iterable[Placed], raw: IO[bytes]) -> Iterator[Placed]:
+    """Yield samples whose texts are written to a file as they go by."""
+    for place, sample in samples:
+        raw.write(sample.text.encode())
+        yield place, sample
+
+
+def _write(path: Path, samples: Iterable[Placed], *, options: ChatOptions, vocab_size: int) -> Mapping[str, int]:
+    """Write the ids of samples, where each starts, and which tokens train. Return numbers of them."""
+    counts = dict.fromkeys(("samples", "tokens", "trained", "truncated", "dropped", "untrained"), 0)
+    most = options.max_tokens
+    problems: list[Problem] = []
+    with TokenWriter(path, vocab_size=vocab_size) as tokens, trained_file(path).open("wb") as trained:
+        for place, sample in samples:
+            ids, trained_mask = sample.ids, sample.trained_mask
+            if most is not None and len(ids) > most:
+                if options.too_long == "error":
+                    problems.append(_too_long(place, len(ids), most))
+                    if len(problems) == MOST_LISTED:
+                        break
+                    continue
+                if options.too_long == "drop":
+                    counts["dropped"] += 1
+                    continue
+                counts["truncated"] += 1
+                ids, trained_mask = ids[:most], trained_mask[:most]
+            tokens.start_document()
+            tokens.write(ids)
+            trained.write(trained_mask.astype(TRAINED).tobytes())
+            num_trained = int(trained_mask.sum())
+            counts["samples"] += 1
+            counts["tokens"] += len(ids)
+            counts["trained"] += num_trained
+            counts["untrained"] += num_trained == 0
+        trained.flush()
+        os.fsync(trained.fileno())
+    if problems:
+        raise DataError(problems)
+    return counts
+
+
+def _too_long(place: str, count: int, most: int) -> Problem:
+    what = f"this conversation has {count:,} tokens, and data.max_tokens is {most:,}."
+    return Problem(what, "Raise it, or choose too_long: truncate or drop.", place)
+
+
+def _require_both(counts: Mapping[str, Mapping[str, int]], options: ChatOptions) -> None:
+    """Raise DataError unless each side has tokens that train, and tokens that do not if only answers do."""
+    problems = []
+    for side, numbers in counts.items():
+        if not numbers["trained"]:
+            what = (
+                f"none of the {numbers['tokens']:,} tokens of the {side} side trains ({numbers['dropped']:,} dropped)."
+            )
+            fix = "Check what the template marks with {% generation %}, the roles of the messages, and data.max_tokens."
+            problems.append(Problem(what, fix, "data.train_on"))
+        elif options.train_on != "all" and numbers["trained"] == numbers["tokens"]:
+            what = f"all {numbers['tokens']:,} tokens of the {side} side train, those of prompts, too."
+            fix = "Mark answers alone with {% generation %} in the template, or choose train_on: all."
+            problems.append(Problem(what, fix, "data.train_on"))
+    if problems:
+        raise DataError(problems)

@@ -1,0 +1,118 @@
+"""Renders and tokenizes conversations in a separate process: template and tokenizer are somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+from attrs import asdict, frozen
+from numpy.typing import NDArray
+
+from moefw.plugins.data.child import Child, EncodingError
+
+
+@frozen(kw_only=True)
+class Limits:
+    """What a request may take besides tokenizing: seconds of a core, bytes of memory; and characters of a text."""
+
+    cpu_s: int = 20
+    bytes: int = 1 << 29
+    chars: int = 1 << 22
+
+
+LIMITS: Final = Limits()
+
+
+@frozen(kw_only=True)
+class Recipe:
+    """How conversations become tokens. ``today`` is an ISO date, or None; ``variables`` are those of the template."""
+
+    tokenizer: bytes
+    template: str
+    variables: Mapping[str, str]
+    today: str | None
+    train_on: str
+
+
+@frozen(kw_only=True)
+class Encoded:
+    """A sample: its text, the ids of the whole of it, uint32, and which of them train, bool."""
+
+    text: str
+    ids: NDArray[np.integer[Any]]
+    trained_mask: NDArray[np.bool_]
+
+
+@final
+class ChatProcess:
+    """Renders and tokenizes by a recipe; a context manager, and its child ends with it.
+
+    Raises EncodingError if the tokenizer or the template cannot be read. A child that a conversation has ended is
+    replaced by another one.
+    """
+
+    def __init__(self, recipe: Recipe, limits: Limits = LIMITS) -> None:
+        self._recipe = recipe
+        self._limits = limits
+        self._start()
+
+    def samples(self, chats: Sequence[bytes]) -> list[list[Encoded] | EncodingError]:
+        """Samples of each conversation, JSON, or why it has none."""
+        try:
+            return self._ask(chats)
+        except EncodingError:
+            return [self._ask_alone(chat) for chat in chats]
+
+    def close(self) -> None:
+        """End the process."""
+        self._child.close()
+
+    def _ask(self, chats: Sequence[bytes]) -> list[list[Encoded] | EncodingError]:
+        head, parts = self._child.ask({}, chats)
+        each = iter(parts)
+        encoded = [
+            Encoded(
+                text=text.decode(),
+                ids=np.frombuffer(next(each), dtype=np.uint32),
+                trained_mask=np.frombuffer(next(each), dtype=np.bool_),
+            )
+            for text in each
+        ]
+        rest = iter(encoded)
+        return [
+            EncodingError(outcome["error"]) if "error" in outcome else [next(rest) for _ in range(outcome["samples"])]
+            for outcome in head["chats"]
+        ]
+
+    def _ask_alone(self, chat: bytes) -> list[Encoded] | EncodingError:
+        """Outcome of one conversation, as a batch does not report which of its conversations ends the process."""
+        if self._child.has_ended:
+            self.close()
+            self._start()
+        try:
+            (outcome,) = self._ask([chat])
+        except EncodingError as error:
+            return error
+        return outcome
+
+    def _start(self) -> None:
+        recipe = self._recipe
+        self._child = Child("-m", "moefw.plugins.data.chat.child")
+        head = {
+            "variables": dict(recipe.variables),
+            "today": recipe.today,
+            "train_on": recipe.train_on,
+            "limits": asdict(self._limits),
+        }
+        try:
+            self._child.ask(head, [recipe.tokenizer, recipe.template.encode()])
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ChatProcess:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close()

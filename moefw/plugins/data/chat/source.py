@@ -1,0 +1,112 @@
+"""Serves prepared conversations, and shows what of them trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+
+from moefw.core.data import DataSource, TokenStream
+from moefw.plugins.data.source import PreparedSource
+from moefw.system.files import replaced_file
+
+SHOWN_SAMPLES: Final = 2
+SHOWN_TOKENS: Final = 400
+"""Tokens of a sample that are shown: more of them would push other lines off a screen."""
+BEGIN, END = "⟦", "⟧"
+"""What trains is between these."""
+
+
+@final
+class ChatSource(DataSource):
+    """Prepared conversations. ``beside`` are the files that a run hands on, ``meta`` is what the folder tells."""
+
+    def __init__(self, source: PreparedSource, *, beside: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
+        self.train = source.train
+        self.heldout = source.heldout
+        self.vocab_size = source.vocab_size
+        self.fingerprint = source.fingerprint
+        self.digest = source.digest
+        self._source = source
+        self._beside = beside
+        self._meta = meta
+
+    @property
+    def heldout_bytes(self) -> bytes:  # type: ignore[override]
+        """The rendered texts of the held-out samples. Raises DamagedDataError."""
+        return self._source.heldout_bytes
+
+    @property
+    def num_heldout_bytes(self) -> int:
+        """The number of their bytes."""
+        return self._source.num_heldout_bytes
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, without the template. Raises DataError."""
+        return self._source.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids. Raises DataError."""
+        return self._source.decode(ids)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer, the template that was used, and the configurations beside them."""
+        self._source.save_tokenizer(folder)
+        for name, content in self._beside.items():
+            path = folder / name
+            if not (path.is_file() and path.read_bytes() == content):
+                with replaced_file(path) as scratch:
+                    scratch.write_bytes(content)
+
+    def preview(self) -> Sequence[str]:
+        """Shares of the tokens that train, what became of long samples, and the first samples, marked."""
+        return [*self._counted(), *self._shown()]
+
+    def _counted(self) -> Iterator[str]:
+        train = self._meta["samples"]["train"]
+        share = train["trained"] / train["tokens"]
+        on = self._meta["train_on"]
+        yield f"{train['samples']:,} samples to train on; {share:.1%} of their tokens train (train_on: {on})"
+        for name, told in _TOLD.items():
+            numbers = {side: counts[name] for side, counts in self._meta["samples"].items() if counts[name]}
+            if numbers:
+                yield f"  {told}: {', '.join(f'{count:,} of {side}' for side, count in numbers.items())}"
+
+    def _shown(self) -> Iterator[str]:
+        stream = self.train
+        starts = _starts(stream)
+        yield f"the first of them, what trains between {BEGIN} and {END}:"
+        for begin, end in pairwise([*starts, len(stream)][: SHOWN_SAMPLES + 1]):
+            count = min(end - begin, SHOWN_TOKENS)
+            more = f" ... and {end - begin - count:,} tokens more" if count < end - begin else ""
+            yield from f"{self._marked(begin, count)}{more}".splitlines()
+
+    def _marked(self, start: int, count: int) -> str:
+        """Text of tokens, with brackets around those that train."""
+        ids = self.train.read(start, count)
+        trained = self.train.trained(start, count)
+        assert trained is not None
+        cuts = (np.flatnonzero(np.diff(trained)) + 1).tolist()
+        runs = [(self.decode(ids[begin:end].tolist()), trained[begin]) for begin, end in pairwise([0, *cuts, count])]
+        return "".join(f"{BEGIN}{text}{END}" if trains else text for text, trains in runs)
+
+
+_TOLD: Final = {
+    "truncated": "cut at max_tokens",
+    "dropped": "dropped, as they are longer than max_tokens",
+    "untrained": "without any token that trains",
+}
+
+
+def _starts(stream: TokenStream) -> list[int]:
+    """Where the first samples start, and the one behind those that are shown, if there is one."""
+    count = 1 << 16
+    while True:
+        starts = stream.document_starts(0, min(count, len(stream)))
+        assert starts is not None
+        if len(starts) > SHOWN_SAMPLES or count >= len(stream):
+            return list(starts[: SHOWN_SAMPLES + 1].tolist())
+        count *= 2
