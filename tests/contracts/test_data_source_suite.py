@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import broken_data_sources as broken
+from chat_cases import MIXTRAL, write_folder
 from megatron_cases import bytes_of, write_pair
 from moefw.plugins.data.blend import Blend
+from moefw.plugins.data.chat import Chat
 from moefw.plugins.data.megatron import Megatron
 from moefw.plugins.data.rows import JsonLines, Parquet
 from moefw.plugins.data.text import Text
@@ -48,6 +50,13 @@ def table(folder: Path) -> Mapping[str, Any]:
 
 def pair(folder: Path) -> Mapping[str, Any]:
     return {"path": str(write_pair(folder / "pair", bytes_of(*LINES))), "tokenizer": "bytes"}
+
+
+def chats(folder: Path) -> Mapping[str, Any]:
+    path = folder / "chats.jsonl"
+    rows = [{"prompt": line, "completion": f"answer to {line}"} for line in LINES]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"path": str(path), "tokenizer": str(write_folder(folder / "tokenizer", MIXTRAL))}
 
 
 def two(folder: Path) -> Mapping[str, Any]:
@@ -114,6 +123,17 @@ class TestParquet(DataSourceSuite):
 class TestMegatron(DataSourceSuite):
     plugin = Megatron
     files = staticmethod(pair)
+
+
+class TestChat(DataSourceSuite):
+    plugin = Chat
+    files = staticmethod(chats)
+
+
+class TestChatOfEachAnswer(DataSourceSuite):
+    plugin = Chat
+    options = {"train_on": "each", "max_tokens": 12, "too_long": "truncate"}
+    files = staticmethod(chats)
 
 
 class TestBlend(DataSourceSuite):

@@ -44,13 +44,14 @@ def tokenizer_path(name: str) -> Path:
 def read_files(tokenizer: str, template: str | None) -> TokenizerFiles:
     """Files of the folder of a tokenizer, with the template of a file, or the folder's own. Raises DataError."""
     path = tokenizer_path(tokenizer)
+    content = _read("data.tokenizer", path)
     beside = {name: _read("data.tokenizer", path.with_name(name)) for name in HANDED_ON if _is_there(path, name)}
     configs = [_object(path.with_name(name), beside[name]) for name in (SPECIAL_TOKENS, CONFIG) if name in beside]
     config = configs[-1] if CONFIG in beside else {}
     source = _template(path, config, template)
     variables = {name: text for each in configs for name, text in _special_tokens(each)}
     return TokenizerFiles(
-        tokenizer=_read("data.tokenizer", path),
+        tokenizer=content,
         template=source,
         variables=variables,
         beside={**beside, TEMPLATE: source.encode()},

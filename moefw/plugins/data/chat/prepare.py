@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
-from moefw.core.errors import MOST_LISTED, DataError, Problem
+from moefw.core.errors import DataError, Problem
 from moefw.plugins.data.chat.folder import TokenizerFiles, read_files
 from moefw.plugins.data.chat.options import ChatOptions
+from moefw.plugins.data.chat.problems import Problems
 from moefw.plugins.data.chat.process import ChatProcess, Encoded, Recipe
 from moefw.plugins.data.chat.rows import ENDINGS, read_chats
 from moefw.plugins.data.chat.source import ChatSource
@@ -78,18 +79,20 @@ def _fill(folder: Path, options: ChatOptions, recipe: Recipe, corpus: Corpus) ->
         what = f"data.tokenizer: {options.tokenizer}: {error.reason}."
         raise DataError(what, "Use the files of another model, or another data.template.") from error
     tokenizer = load_tokenizer(options.tokenizer, recipe.tokenizer)
+    problems = Problems()
     with process, EncodingProgress(split.num_bytes) as progress, (folder / HELDOUT_TEXT).open("wb") as raw:
 
         def encoded(rows: Iterable[TextDocument]) -> Iterator[Placed]:
             for batch in _batches(rows):
-                yield from _encoded(batch, process)
+                yield from _encoded(batch, process, problems)
                 progress.advance(sum(len(content) for _, content in batch))
 
-        writing = partial(_write, options=options, vocab_size=tokenizer.vocab_size)
+        writing = partial(_write, options=options, vocab_size=tokenizer.vocab_size, problems=problems)
         counts = {
             "train": writing(folder / TRAIN, encoded(split.train)),
             "heldout": writing(folder / HELDOUT, _copied(encoded(split.heldout), raw)),
         }
+    problems.raise_any()
     _require_both(counts, options)
     meta = {
         "format": FORMAT,
@@ -119,20 +122,14 @@ def _batches(rows: Iterable[TextDocument]) -> Iterator[list[tuple[str, bytes]]]:
     yield batch
 
 
-def _encoded(batch: Sequence[tuple[str, bytes]], process: ChatProcess) -> Iterator[Placed]:
-    """Yield the samples of a batch. Raises DataError with all conversations of it that give none."""
+def _encoded(batch: Sequence[tuple[str, bytes]], process: ChatProcess, problems: Problems) -> Iterator[Placed]:
+    """Yield the samples of a batch; a conversation that gives none is a problem."""
     outcomes = process.samples([content for _, content in batch])
-    places = [place for place, _ in batch]
-    problems = [
-        Problem(f"this conversation cannot be rendered: {outcome.reason}.", "", place)
-        for place, outcome in zip(places, outcomes, strict=True)
-        if isinstance(outcome, EncodingError)
-    ]
-    if problems:
-        raise DataError(problems[:MOST_LISTED])
-    for place, samples in zip(places, outcomes, strict=True):
-        assert not isinstance(samples, EncodingError)
-        yield from ((place, sample) for sample in samples)
+    for (place, _), outcome in zip(batch, outcomes, strict=True):
+        if isinstance(outcome, EncodingError):
+            problems.add(Problem(f"this conversation cannot be rendered: {outcome.reason}.", "", place))
+        else:
+            yield from ((place, sample) for sample in outcome)
 
 
 def _copied(samples: Iterable[Placed], raw: IO[bytes]) -> Iterator[Placed]:
@@ -142,19 +139,18 @@ def _copied(samples: Iterable[Placed], raw: IO[bytes]) -> Iterator[Placed]:
         yield place, sample
 
 
-def _write(path: Path, samples: Iterable[Placed], *, options: ChatOptions, vocab_size: int) -> Mapping[str, int]:
-    """Write the ids of samples, where each starts, and which tokens train. Return numbers of them."""
+def _write(
+    path: Path, samples: Iterable[Placed], *, options: ChatOptions, vocab_size: int, problems: Problems
+) -> Mapping[str, int]:
+    """Numbers of samples and tokens of a side, whose ids, starts and masks are written to files at ``path``."""
     counts = dict.fromkeys(("samples", "tokens", "trained", "truncated", "dropped", "untrained"), 0)
     most = options.max_tokens
-    problems: list[Problem] = []
     with TokenWriter(path, vocab_size=vocab_size) as tokens, trained_file(path).open("wb") as trained:
         for place, sample in samples:
             ids, trained_mask = sample.ids, sample.trained_mask
             if most is not None and len(ids) > most:
                 if options.too_long == "error":
-                    problems.append(_too_long(place, len(ids), most))
-                    if len(problems) == MOST_LISTED:
-                        break
+                    problems.add(_too_long(place, len(ids), most))
                     continue
                 if options.too_long == "drop":
                     counts["dropped"] += 1
@@ -171,8 +167,6 @@ def _write(path: Path, samples: Iterable[Placed], *, options: ChatOptions, vocab
             counts["untrained"] += num_trained == 0
         trained.flush()
         os.fsync(trained.fileno())
-    if problems:
-        raise DataError(problems)
     return counts
 
 

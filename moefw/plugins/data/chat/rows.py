@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from moefw.core.errors import MOST_LISTED, DataError, Problem, nearest
+from moefw.core.errors import Problem, nearest
+from moefw.plugins.data.chat.problems import Problems
 from moefw.plugins.data.corpus import Corpus, unreadable
 from moefw.plugins.data.tables import table_rows
 
@@ -36,21 +37,18 @@ def read_chats(corpus: Corpus) -> Iterator[tuple[str, str]]:
     Before message ``first``, none trains. Rows that are no conversations are told together, as many as an error lists.
     Raises DataError.
     """
-    problems: list[Problem] = []
+    problems = Problems()
     for file in corpus.files:
         rows = _of_table if file.path.suffix == PARQUET else _of_lines
         for place, row in rows(file.path):
             if isinstance(row, Problem):
-                problems.append(row)
-            else:
-                try:
-                    yield place, _written(conversation(row))
-                except RowError as error:
-                    problems.append(Problem(f"{error}.", _FIX, place))
-            if len(problems) == MOST_LISTED:
-                raise DataError(problems)
-    if problems:
-        raise DataError(problems)
+                problems.add(row)
+                continue
+            try:
+                yield place, _written(conversation(row))
+            except RowError as error:
+                problems.add(Problem(f"{error}.", _FIX, place))
+    problems.raise_any()
 
 
 def _of_lines(path: Path) -> Iterator[tuple[str, Any]]:
