@@ -17,6 +17,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError, MoefwError, Problem
+from moefw.models.huggingface.beside import CHAT, hand_on
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import FAMILIES, family_of
 from moefw.models.huggingface.folder import Folder
@@ -56,13 +57,16 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
     frozen = _Frozen(assembly)
     shapes = {name: manifest.tensors[name].shape for name in _exported(manifest)} | frozen.shapes
     origins = {name: origin_of(name.split("/", 1)[1], FAMILIES[family].rules) for name in shapes}
-    tokenizer = tokenizer_beside(Path(assembly.spec.run.dir) / TOKENIZER)
+    run_dir = Path(assembly.spec.run.dir)
+    tokenizer = tokenizer_beside(run_dir / TOKENIZER)
     with new_folder(target) as scratch:
         lay_out(scratch, _described(origins, shapes, dtype))
         config["dtype"] = str(dtype).removeprefix("torch.")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
             (scratch / TOKENIZER).write_bytes(tokenizer)
+        for name in CHAT:
+            hand_on(run_dir / name, scratch / name)
         written = Written.opened(scratch)
         with (
             way_out(checkpoint),

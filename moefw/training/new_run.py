@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.data import TOKENIZER
+from moefw.models.huggingface.beside import CHAT, hand_on
 from moefw.models.huggingface.loading import router_states, wanted
 from moefw.models.huggingface.writing import Description, Written, create
 from moefw.plugins.data.source import tokenizer_beside
@@ -34,7 +35,7 @@ def on_meta(assembly: Assembly) -> nn.Module:
 def write_run(
     assembly: Assembly, model: nn.Module, run_dir: Path, fill: Callable[[Mapping[str, Tensor]], None], tokenizer: Path
 ) -> None:
-    """Write ``run_dir``: a spec, a checkpoint of ``model``, and a copy of ``tokenizer`` if it is there.
+    """Write ``run_dir``: a spec, a checkpoint of ``model``, and copies of ``tokenizer`` and what chats need beside it.
 
     ``fill`` copies values into the parameters and states by name, fp32 views of the file: what it holds meanwhile is
     all that is held. Raises CheckpointError if ``run_dir`` holds something, and DataError if ``tokenizer`` is none. It
@@ -58,3 +59,5 @@ def write_run(
         write_resolved(assembly, scratch)
         if content is not None:
             (scratch / TOKENIZER).write_bytes(content)
+        for name in CHAT:
+            hand_on(tokenizer.with_name(name), scratch / name)

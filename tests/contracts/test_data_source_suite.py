@@ -132,7 +132,7 @@ class TestChat(DataSourceSuite):
 
 class TestChatOfEachAnswer(DataSourceSuite):
     plugin = Chat
-    options = {"train_on": "each", "max_tokens": 12, "too_long": "truncate"}
+    options = {"train_on": "each", "max_tokens": 40, "too_long": "truncate"}
     files = staticmethod(chats)
 
 

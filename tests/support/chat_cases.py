@@ -251,7 +251,8 @@ def write_folder(folder: Path, template: str | None) -> Path:
     """Files of a model's tokenizer, its template in a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer().save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    end = {"__type": "AddedToken", "content": "</s>", "special": True}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": end}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     if template is not None:

@@ -9,10 +9,9 @@ from typing import Final
 from moefw.core.errors import CheckpointError
 from moefw.system.untrusted_files import read_regular
 
-BESIDE: Final = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
-)
+CHAT: Final = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+"""What a conversation with a model needs besides ``tokenizer.json``."""
+BESIDE: Final = (*CHAT, "tokenizer.json", "tokenizer.model", "added_tokens.json", "vocab.json", "merges.txt")
 MAX_BYTES: Final = 1 << 28
 """256 MiB, ten times the size of the tokenizers with the largest vocabularies."""
 
