@@ -110,6 +110,13 @@ def test_without_marks_prefixes_tell_the_same_tokens(style: str, conversation: s
     assert without.trained_mask.tolist() == with_marks.trained_mask.tolist()
 
 
+@pytest.mark.fault("a key that is null, as tables have it, which a template writes as None", "it is left out")
+def test_a_key_of_a_message_that_is_null_is_left_out() -> None:
+    template = "{{ messages[0].name | default('nobody') }} {{ messages[0].keys() | join(',') }}"
+    (sample,) = samples(template, chat([{"role": "user", "content": "a", "name": None}]), train_on="all")
+    assert sample.text == "nobody role,content"
+
+
 def test_the_end_of_a_turn_trains_and_the_header_of_the_role_does_not() -> None:
     (sample,) = samples(without_marks(LLAMA), chat(TWICE))
     assert marked(sample) == ["b<|eot_id|>", "d<|eot_id|>"]

@@ -217,6 +217,9 @@ def test_long_samples_are_cut_dropped_or_an_error_and_counted(chats: Any, cache:
     rows = [answered(number, words=1 + 40 * (number % 2)) for number in range(40)]
     whole = documents(chats(rows).prepare(tmp_path / "whole"))
     cut = chats(rows, max_tokens=60, too_long="truncate").prepare(cache / "cut")
+    for (text, answer), (whole_text, whole_answer) in zip(documents(cut), whole, strict=True):
+        assert whole_text.startswith(text)
+        assert whole_answer.startswith(answer)
     counts = meta(cache / "cut")["samples"]
     assert counts["train"]["samples"] == len(whole)
     assert sum(side["truncated"] for side in counts.values()) == 20
