@@ -178,6 +178,15 @@ def test_the_date_is_that_of_the_spec_or_an_error() -> None:
     assert undated.trained_mask.any()
 
 
+def test_what_a_template_draws_is_the_same_every_time() -> None:
+    template = "{{ range(99999) | random }} {{ range(99999) | random }}" + without_marks(LLAMA)
+    (first,), (again,) = (samples(template, chat(TWICE)) for _ in range(2))
+    assert first.text == again.text
+    drawn = first.text.split("\n")[0].split("<s>")[0].split()
+    assert drawn[0] != drawn[1]
+    assert marked(first) == ["b<|eot_id|>", "d<|eot_id|>"], "prefixes draw the same, too"
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -259,8 +259,39 @@ def test_the_preview_shows_shares_and_marks_what_trains(chats: Any, cache: Path)
     share = meta(cache)["samples"]["train"]
     told = f"{share['samples']:,} samples to train on; {share['trained'] / share['tokens']:.1%} of their tokens train"
     assert lines[0] == f"{told} (train_on: assistant)"
+    roles = meta(cache)["roles"]
+    assert list(roles) == ["user", "assistant"]
+    assert roles["user"][1] == 0
+    assert roles["assistant"][0] > roles["assistant"][1] == share["trained"], "the header of the role does not train"
+    assert sum(tokens for tokens, _ in roles.values()) == share["tokens"]
+    assert f"({share['trained']:,} train)" in lines[1]
     assert "⟦answer 0<|eot_id|>⟧" in "\n".join(lines)
     assert "\n".join(lines).count("⟦") == 1 + 2, "the line that explains, and two samples"
+
+
+def test_the_preview_of_a_long_sample_shows_where_it_begins_to_train(chats: Any, cache: Path) -> None:
+    asked = {"role": "user", "content": "word " * 900}
+    rows = [{"messages": [asked, {"role": "assistant", "content": f"yes {n} " * 400}]} for n in range(9)]
+    *_, shown, last = chats(rows).prepare(cache).preview()
+    assert "<|start_header_id|>assistant" in "\n".join(chats(rows).prepare(cache).preview())
+    assert "⟦yes " in last
+    assert last.endswith(" tokens")
+    assert shown == ""
+
+
+@pytest.mark.parametrize("train_on", ["each", "all"])
+def test_roles_whose_messages_prefixes_do_not_part_count_as_one(
+    chats: Any, cache: Path, folder: Path, train_on: str
+) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages[-1].role == 'system' %}{{ raise_exception('who asks?') }}{% endif %}" + without_marks(QWEN3)
+    )
+    rows = [{"messages": [{"role": "system", "content": "Be kind."}, *row["messages"]]} for row in ROWS]
+    chats(rows, train_on=train_on).prepare(cache)
+    roles = meta(cache)["roles"]
+    assert list(roles) == ["system+user", "assistant"]
+    assert sum(tokens for tokens, _ in roles.values()) == meta(cache)["samples"]["train"]["tokens"]
+    assert sum(trained for _, trained in roles.values()) == meta(cache)["samples"]["train"]["trained"]
 
 
 def test_tables_hold_the_same_conversations(chats: Any, cache: Path, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 Messages are those of :mod:`moefw.plugins.data.encoding_child`. The first request has the ``tokenizer.json`` and the
 template as parts, and in its head ``variables``, ``today``, ``train_on`` and ``limits``. The parts of each later one
 are conversations in JSON. An answer says of each conversation how many samples it gives, or why none: ``{"chats":
-[{"samples": 1}, {"error": why}]}``. A sample is three parts: text, ids, uint32, and whether each trains, uint8.
+[{"samples": 1}, {"error": why}]}``. A sample is three parts: text, ids, uint32, and whether each trains, uint8. A
+request with ``{"roles": true}`` is answered with ``{"roles": {"user": [tokens, of which train]}}`` instead.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import signal
 import sys
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from moefw.plugins.data.chat.spans import Sample, samples
+from moefw.plugins.data.chat.spans import Sample, role_ends, samples
 from moefw.plugins.data.chat.template import RenderError, Template
 from moefw.plugins.data.encoding_child import (
     ENCODE_BYTES_PER_BYTE,
@@ -66,7 +67,7 @@ def main() -> None:
         return send(answers, {"error": f"its chat template cannot be read: {first_line(error)}"})
     send(answers, {})
     while (request := receive(requests)) is not None:
-        _, chats = request
+        asked, chats = request
         _limit_cpu(limits["cpu_s"])
         limit(resource.RLIMIT_DATA, load_bytes + limits["bytes"])
         try:
@@ -76,15 +77,11 @@ def main() -> None:
             _limit_cpu(limits["cpu_s"] + ENCODE_CPU_S_PER_MIB * (size >> 20))
             limit(resource.RLIMIT_DATA, load_bytes + limits["bytes"] + ENCODE_BYTES_PER_BYTE * size)
             encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
-            outcomes: list[Mapping[str, Any]] = []
-            parts: list[bytes] = []
-            for each in rendered:
-                if isinstance(each, str):
-                    outcomes.append({"error": each})
-                    continue
-                outcomes.append({"samples": len(each)})
-                for sample in each:
-                    parts += _parts(sample, next(encodings))
+            if asked.get("roles"):
+                outcomes = _counted(template, rendered, chats, encodings)
+                parts: list[bytes] = []
+            else:
+                outcomes, parts = _encoded(rendered, encodings)
         except BaseException as error:
             send(answers, {"error": first_line(error)})
         else:
@@ -116,8 +113,47 @@ def _rendered(template: Template, chat: Mapping[str, Any], train_on: str) -> Seq
         return "it took more memory than any text needs"
 
 
-def _parts(sample: Sample, encoding: Any) -> tuple[bytes, bytes, bytes]:
-    """Text, ids, and whether each trains: whether it overlaps a span, both in characters."""
+def _encoded(rendered: Sequence[Sequence[Sample] | str], encodings: Iterator[Any]) -> tuple[list[Any], list[bytes]]:
+    """Outcome of each conversation, and three parts of each sample: text, ids, and whether each trains."""
+    outcomes: list[Any] = []
+    parts: list[bytes] = []
+    for each in rendered:
+        if isinstance(each, str):
+            outcomes.append({"error": each})
+            continue
+        outcomes.append({"samples": len(each)})
+        for sample in each:
+            encoding = next(encodings)
+            parts += (sample.text.encode(), array("I", encoding.ids).tobytes(), _trains(sample, encoding))
+    return outcomes, parts
+
+
+def _counted(
+    template: Template, rendered: Sequence[Sequence[Sample] | str], chats: Sequence[bytes], encodings: Iterator[Any]
+) -> list[Any]:
+    """Numbers of tokens of each role of each conversation, and of those that train."""
+    outcomes: list[Any] = []
+    for each, chat in zip(rendered, chats, strict=True):
+        if isinstance(each, str):
+            outcomes.append({"error": each})
+            continue
+        roles: dict[str, list[int]] = {}
+        for sample in each:
+            encoding = next(encodings)
+            ends = iter(role_ends(template, sample, json.loads(chat)["tools"]))
+            stop, role = next(ends)
+            for (begin, _), trains in zip(encoding.offsets, _trains(sample, encoding), strict=True):
+                while begin >= stop:
+                    stop, role = next(ends, (len(sample.text) + 1, role))
+                counts = roles.setdefault(role, [0, 0])
+                counts[0] += 1
+                counts[1] += trains
+        outcomes.append({"roles": roles})
+    return outcomes
+
+
+def _trains(sample: Sample, encoding: Any) -> bytes:
+    """Whether each token trains: whether it overlaps a span, both in characters."""
     trains = bytearray(len(encoding.ids))
     spans = iter(sample.spans)
     span = next(spans, None)
@@ -127,7 +163,7 @@ def _parts(sample: Sample, encoding: Any) -> tuple[bytes, bytes, bytes]:
         if span is None:
             break
         trains[index] = end > span[0]
-    return sample.text.encode(), array("I", encoding.ids).tobytes(), bytes(trains)
+    return bytes(trains)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -30,6 +31,8 @@ from moefw.plugins.data.tokens import STARTS, TRAINED, TokenFile, TokenWriter, s
 FORMAT: Final = 1
 """Increased when the prepared files of the same conversations would change."""
 BATCH_BYTES: Final = 1 << 20
+ROLE_ROWS: Final = 100
+"""Conversations whose tokens are counted by role."""
 
 Placed = tuple[str, Encoded]
 """A sample and the place of its row."""
@@ -92,7 +95,8 @@ def _fill(folder: Path, options: ChatOptions, recipe: Recipe, corpus: Corpus) ->
             "train": writing(folder / TRAIN, encoded(split.train)),
             "heldout": writing(folder / HELDOUT, _copied(encoded(split.heldout), raw)),
         }
-    problems.raise_any()
+        problems.raise_any()
+        roles = _roles(split.train, process)
     _require_both(counts, options)
     meta = {
         "format": FORMAT,
@@ -103,8 +107,18 @@ def _fill(folder: Path, options: ChatOptions, recipe: Recipe, corpus: Corpus) ->
         "train_on": options.train_on,
         "date": options.date,
         "samples": counts,
+        "roles": roles,
     }
     describe(folder, meta)
+
+
+def _roles(rows: Iterable[TextDocument], process: ChatProcess) -> Mapping[str, Sequence[int]]:
+    """Numbers of tokens by role of the first rows: each takes a rendering of every prefix. Empty: it took too long."""
+    first = next(_batches(islice(rows, ROLE_ROWS)))
+    try:
+        return process.roles([content for _, content in first])
+    except EncodingError:
+        return {}
 
 
 def _batches(rows: Iterable[TextDocument]) -> Iterator[list[tuple[str, bytes]]]:

@@ -64,6 +64,19 @@ class ChatProcess:
         except EncodingError:
             return [self._ask_alone(chat) for chat in chats]
 
+    def roles(self, chats: Sequence[bytes]) -> dict[str, list[int]]:
+        """Number of tokens of each role, and of those that train, over conversations that have samples.
+
+        Raises EncodingError.
+        """
+        head, _ = self._child.ask({"roles": True}, chats)
+        sums: dict[str, list[int]] = {}
+        for outcome in head["chats"]:
+            for role, (tokens, trained) in outcome["roles"].items():
+                before = sums.get(role, [0, 0])
+                sums[role] = [before[0] + tokens, before[1] + trained]
+        return sums
+
     def close(self) -> None:
         """End the process."""
         self._child.close()
@@ -87,10 +100,10 @@ class ChatProcess:
 
     def _ask_alone(self, chat: bytes) -> list[Encoded] | EncodingError:
         """Outcome of one conversation, as a batch does not report which of its conversations ends the process."""
-        if self._child.has_ended:
-            self.close()
-            self._start()
         try:
+            if self._child.has_ended:
+                self.close()
+                self._start()
             (outcome,) = self._ask([chat])
         except EncodingError as error:
             return error

@@ -70,6 +70,10 @@ class ChatSource(DataSource):
         share = train["trained"] / train["tokens"]
         on = self._meta["train_on"]
         yield f"{train['samples']:,} samples to train on; {share:.1%} of their tokens train (train_on: {on})"
+        roles = self._meta["roles"]
+        total = sum(tokens for tokens, _ in roles.values())
+        parts = [f"{role} {tokens / total:.1%} ({trained:,} train)" for role, (tokens, trained) in roles.items()]
+        yield f"  tokens by role, of the first conversations: {', '.join(parts) or 'not known'}"
         for name, told in _TOLD.items():
             numbers = {side: counts[name] for side, counts in self._meta["samples"].items() if counts[name]}
             if numbers:
@@ -80,18 +84,22 @@ class ChatSource(DataSource):
         starts = _starts(stream)
         yield f"the first of them, what trains between {BEGIN} and {END}:"
         for begin, end in pairwise([*starts, len(stream)][: SHOWN_SAMPLES + 1]):
-            count = min(end - begin, SHOWN_TOKENS)
-            more = f" ... and {end - begin - count:,} tokens more" if count < end - begin else ""
-            yield from f"{self._marked(begin, count)}{more}".splitlines()
+            yield from self._marked(begin, end - begin).splitlines()
 
-    def _marked(self, start: int, count: int) -> str:
-        """Text of tokens, with brackets around those that train."""
-        ids = self.train.read(start, count)
-        trained = self.train.trained(start, count)
+    def _marked(self, start: int, length: int) -> str:
+        """Text of a sample, or of the part around the first token that trains, with brackets around what trains."""
+        trained = self.train.trained(start, length)
         assert trained is not None
-        cuts = (np.flatnonzero(np.diff(trained)) + 1).tolist()
-        runs = [(self.decode(ids[begin:end].tolist()), trained[begin]) for begin, end in pairwise([0, *cuts, count])]
-        return "".join(f"{BEGIN}{text}{END}" if trains else text for text, trains in runs)
+        count = min(length, SHOWN_TOKENS)
+        first = min(max(0, int(trained.argmax()) - count // 2), length - count)
+        shown = trained[first : first + count]
+        ids = self.train.read(start + first, count)
+        cuts = (np.flatnonzero(np.diff(shown)) + 1).tolist()
+        runs = [(self.decode(ids[begin:end].tolist()), shown[begin]) for begin, end in pairwise([0, *cuts, count])]
+        text = "".join(f"{BEGIN}{run}{END}" if trains else run for run, trains in runs)
+        before = f"{first:,} tokens ... " if first else ""
+        behind = f" ... {length - count - first:,} tokens" if length - count - first else ""
+        return f"{before}{text}{behind}"
 
 
 _TOLD: Final = {

@@ -15,8 +15,9 @@ SHOWN: Final = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A text to tokenize whole; tokens that overlap one of the ``spans`` train."""
+    """The text of ``messages``, to tokenize whole; tokens that overlap one of the ``spans`` train."""
 
+    messages: Sequence[Message]
     text: str
     spans: Sequence[Span]
 
@@ -30,7 +31,7 @@ def samples(template: Template, chat: Mapping[str, Any], train_on: str) -> list[
     tools = chat["tools"]
     if train_on == "all":
         text = template.render(messages, tools).text
-        return [Sample(text=text, spans=[(0, len(text))])]
+        return [Sample(messages=messages, text=text, spans=[(0, len(text))])]
     answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
     chosen = [index for index in answers if index >= chat["first"]]
     if not chosen:
@@ -41,8 +42,34 @@ def samples(template: Template, chat: Mapping[str, Any], train_on: str) -> list[
         chosen = chosen[-1:]
     whole = template.render(messages, tools)
     if template.has_marks:
-        return [Sample(text=whole.text, spans=_marked(template, whole, messages, tools, chosen[0]))]
-    return [Sample(text=whole.text, spans=[_span(template, whole, messages, tools, index) for index in chosen])]
+        return [Sample(messages=messages, text=whole.text, spans=_marked(template, whole, messages, tools, chosen[0]))]
+    return [
+        Sample(
+            messages=messages,
+            text=whole.text,
+            spans=[_span(template, whole, messages, tools, index) for index in chosen],
+        )
+    ]
+
+
+def role_ends(template: Template, sample: Sample, tools: Any) -> list[tuple[int, str]]:
+    """The character behind each message in the text of a sample, and the message's role.
+
+    Prefixes tell. Where one is not rendered, or is none of the text, messages count as one with those behind them, and
+    their roles are joined: ``system+user``.
+    """
+    ends = []
+    roles: list[str] = []
+    for count, message in enumerate(sample.messages, 1):
+        roles.append(message["role"])
+        try:
+            text = template.render(sample.messages[:count], tools).text
+        except RenderError:
+            continue
+        if sample.text.startswith(text):
+            ends.append((len(text), "+".join(dict.fromkeys(roles))))
+            roles = []
+    return ends
 
 
 def _last_answer(template: Template, messages: Sequence[Message], tools: Any) -> Sample:
@@ -50,12 +77,12 @@ def _last_answer(template: Template, messages: Sequence[Message], tools: Any) ->
     whole = template.render(messages, tools)
     last = len(messages) - 1
     if template.has_marks:
-        return Sample(text=whole.text, spans=_marked(template, whole, messages, tools, last))
+        return Sample(messages=messages, text=whole.text, spans=_marked(template, whole, messages, tools, last))
     prompt = template.render(messages[:last], tools, add_generation_prompt=True).text
     if not whole.text.startswith(prompt):
         what = f"before messages[{last}], an answer, the prompt of inference is no prefix of its text"
         raise RenderError(f"{what}: {_parting(prompt, whole.text)}; {_MARK_IT}")
-    return Sample(text=whole.text, spans=[(len(prompt), len(whole.text))])
+    return Sample(messages=messages, text=whole.text, spans=[(len(prompt), len(whole.text))])
 
 
 def _marked(template: Template, whole: Rendered, messages: Sequence[Message], tools: Any, first: int) -> Sequence[Span]:

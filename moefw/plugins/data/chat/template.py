@@ -7,6 +7,7 @@ loops, long strings and powers pass, so time, memory and length are limited by t
 from __future__ import annotations
 
 import json
+import random
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class Template:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, add_generation_prompt: bool = False
     ) -> Rendered:
         """Text of messages. Raises RenderError, MemoryError."""
+        random.seed(0)  # what Jinja's filter ``random`` draws is the same in every run, and in every prefix
         generation = self._generation
         generation.begin()
         pieces = []
