@@ -18,7 +18,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
-from typing import Any
+from typing import Any, final
 
 from moefw.plugins.data.chat.spans import Sample, role_ends, samples
 from moefw.plugins.data.chat.template import RenderError, Template
@@ -35,6 +35,10 @@ from moefw.plugins.data.encoding_child import (
 )
 
 
+Tokenized = Sequence[tuple[Sample, Any]]
+"""Samples and what the tokenizer makes of their texts."""
+
+
 def main() -> None:
     """Answer requests until the other process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process decides
@@ -46,46 +50,104 @@ def main() -> None:
     if request is None:
         return
     head, (content, source) = request
-    limits = head["limits"]
-    load_bytes = LOAD_BYTES + LOAD_BYTES_PER_BYTE * len(content)
-    _limit_cpu(LOAD_CPU_S)
-    limit(resource.RLIMIT_DATA, load_bytes)
     try:
-        tokenizer = _tokenizer(content)
+        worker = _Worker(head, content, source)
     except BaseException as error:
-        return send(answers, {"error": f"its tokenizer.json cannot be read: {first_line(error)}"})
-    _limit_cpu(limits["cpu_s"])  # Jinja computes what is constant in a template as it reads it
-    limit(resource.RLIMIT_DATA, load_bytes + limits["bytes"])
-    try:
-        template = Template(
-            source.decode(),
-            head["variables"],
-            today=date.fromisoformat(head["today"]) if head["today"] else None,
-            most_chars=limits["chars"],
-        )
-    except BaseException as error:
-        return send(answers, {"error": f"its chat template cannot be read: {first_line(error)}"})
+        return send(answers, {"error": first_line(error)})
     send(answers, {})
     while (request := receive(requests)) is not None:
         asked, chats = request
-        _limit_cpu(limits["cpu_s"])
-        limit(resource.RLIMIT_DATA, load_bytes + limits["bytes"])
         try:
-            rendered = [_rendered(template, json.loads(chat), head["train_on"]) for chat in chats]
-            texts = [sample.text for each in rendered if not isinstance(each, str) for sample in each]
-            size = sum(map(len, texts))
-            _limit_cpu(limits["cpu_s"] + ENCODE_CPU_S_PER_MIB * (size >> 20))
-            limit(resource.RLIMIT_DATA, load_bytes + limits["bytes"] + ENCODE_BYTES_PER_BYTE * size)
-            encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
-            if asked.get("roles"):
-                outcomes = _counted(template, rendered, chats, encodings)
-                parts: list[bytes] = []
-            else:
-                outcomes, parts = _encoded(rendered, encodings)
+            outcomes, parts = worker.count(chats) if asked.get("roles") else worker.encode(chats)
         except BaseException as error:
             send(answers, {"error": first_line(error)})
         else:
             send(answers, {"chats": outcomes, "sizes": list(map(len, parts))}, parts)
+
+
+@final
+class _Worker:
+    """Renders and tokenizes. Raises RenderError if the tokenizer or the template cannot be read."""
+
+    def __init__(self, head: Mapping[str, Any], content: bytes, source: bytes) -> None:
+        self._train_on = head["train_on"]
+        self._cpu_s = head["limits"]["cpu_s"]
+        self._bytes = LOAD_BYTES + LOAD_BYTES_PER_BYTE * len(content) + head["limits"]["bytes"]
+        _limit_cpu(LOAD_CPU_S)
+        limit(resource.RLIMIT_DATA, self._bytes)
+        try:
+            self._tokenizer = _tokenizer(content)
+        except BaseException as error:
+            raise RenderError(f"its tokenizer.json cannot be read: {first_line(error)}") from error
+        _limit_cpu(self._cpu_s)  # Jinja computes what is constant in a template as it reads it
+        today = date.fromisoformat(head["today"]) if head["today"] else None
+        most_chars = head["limits"]["chars"]
+        try:
+            self._template = Template(source.decode(), head["variables"], today=today, most_chars=most_chars)
+        except BaseException as error:
+            raise RenderError(f"its chat template cannot be read: {first_line(error)}") from error
+
+    def encode(self, contents: Sequence[bytes]) -> tuple[list[Any], list[bytes]]:
+        """Outcome of each conversation, and three parts of each sample: text, ids, and whether each trains."""
+        outcomes: list[Any] = []
+        parts: list[bytes] = []
+        for _, tokenized in self._tokenized(contents):
+            if isinstance(tokenized, str):
+                outcomes.append({"error": tokenized})
+                continue
+            outcomes.append({"samples": len(tokenized)})
+            for sample, encoding in tokenized:
+                ids = array("I", encoding.ids)
+                parts += (sample.text.encode(), ids.tobytes(), _trains(sample, encoding))
+        return outcomes, parts
+
+    def count(self, contents: Sequence[bytes]) -> tuple[list[Any], list[bytes]]:
+        """Numbers of tokens of each role of each conversation, and of those that train; no parts."""
+        outcomes: list[Any] = []
+        for chat, tokenized in self._tokenized(contents):
+            if isinstance(tokenized, str):
+                outcomes.append({"error": tokenized})
+                continue
+            _limit_cpu(self._cpu_s)
+            outcomes.append({"roles": self._counted(tokenized, chat["tools"])})
+        return outcomes, []
+
+    def _tokenized(self, contents: Sequence[bytes]) -> Iterator[tuple[Mapping[str, Any], Tokenized | str]]:
+        """Yield conversations, and their samples with what these are encoded to, or why there are none."""
+        limit(resource.RLIMIT_DATA, self._bytes)
+        chats = [json.loads(content) for content in contents]
+        rendered = [self._rendered(chat) for chat in chats]
+        texts = [sample.text for each in rendered if not isinstance(each, str) for sample in each]
+        size = sum(map(len, texts))
+        _limit_cpu(self._cpu_s + ENCODE_CPU_S_PER_MIB * (size >> 20))
+        limit(resource.RLIMIT_DATA, self._bytes + ENCODE_BYTES_PER_BYTE * size)
+        encodings = iter(self._tokenizer.encode_batch(texts, add_special_tokens=False))
+        for chat, each in zip(chats, rendered, strict=True):
+            yield chat, each if isinstance(each, str) else [(sample, next(encodings)) for sample in each]
+
+    def _rendered(self, chat: Mapping[str, Any]) -> Sequence[Sample] | str:
+        """Samples of a conversation, or why there are none."""
+        _limit_cpu(self._cpu_s)
+        try:
+            return samples(self._template, chat, self._train_on)
+        except RenderError as error:
+            return str(error)
+        except MemoryError:
+            return "it took more memory than any text needs"
+
+    def _counted(self, tokenized: Tokenized, tools: Any) -> Mapping[str, Sequence[int]]:
+        """Number of tokens of each role, and of those that train."""
+        roles: dict[str, list[int]] = {}
+        for sample, encoding in tokenized:
+            ends = iter(role_ends(self._template, sample, tools))
+            stop, role = next(ends)
+            for (begin, _), trains in zip(encoding.offsets, _trains(sample, encoding), strict=True):
+                while begin >= stop:
+                    stop, role = next(ends, (len(sample.text) + 1, role))
+                counts = roles.setdefault(role, [0, 0])
+                counts[0] += 1
+                counts[1] += trains
+        return roles
 
 
 def _limit_cpu(seconds: int) -> None:
@@ -101,55 +163,6 @@ def _tokenizer(content: bytes) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _rendered(template: Template, chat: Mapping[str, Any], train_on: str) -> Sequence[Sample] | str:
-    """Samples of a conversation, or why there are none."""
-    try:
-        return samples(template, chat, train_on)
-    except RenderError as error:
-        return str(error)
-    except MemoryError:
-        return "it took more memory than any text needs"
-
-
-def _encoded(rendered: Sequence[Sequence[Sample] | str], encodings: Iterator[Any]) -> tuple[list[Any], list[bytes]]:
-    """Outcome of each conversation, and three parts of each sample: text, ids, and whether each trains."""
-    outcomes: list[Any] = []
-    parts: list[bytes] = []
-    for each in rendered:
-        if isinstance(each, str):
-            outcomes.append({"error": each})
-            continue
-        outcomes.append({"samples": len(each)})
-        for sample in each:
-            encoding = next(encodings)
-            parts += (sample.text.encode(), array("I", encoding.ids).tobytes(), _trains(sample, encoding))
-    return outcomes, parts
-
-
-def _counted(
-    template: Template, rendered: Sequence[Sequence[Sample] | str], chats: Sequence[bytes], encodings: Iterator[Any]
-) -> list[Any]:
-    """Numbers of tokens of each role of each conversation, and of those that train."""
-    outcomes: list[Any] = []
-    for each, chat in zip(rendered, chats, strict=True):
-        if isinstance(each, str):
-            outcomes.append({"error": each})
-            continue
-        roles: dict[str, list[int]] = {}
-        for sample in each:
-            encoding = next(encodings)
-            ends = iter(role_ends(template, sample, json.loads(chat)["tools"]))
-            stop, role = next(ends)
-            for (begin, _), trains in zip(encoding.offsets, _trains(sample, encoding), strict=True):
-                while begin >= stop:
-                    stop, role = next(ends, (len(sample.text) + 1, role))
-                counts = roles.setdefault(role, [0, 0])
-                counts[0] += 1
-                counts[1] += trains
-        outcomes.append({"roles": roles})
-    return outcomes
 
 
 def _trains(sample: Sample, encoding: Any) -> bytes:
