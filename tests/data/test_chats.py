@@ -91,12 +91,18 @@ def test_prepared_conversations_are_used_again_and_made_anew_for_other_options(
     chats: Any, cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = chats().prepare(cache)
-    options = [{"date": "2026-02-01"}, {"train_on": "all"}, {"max_tokens": 999}, {"heldout": 0.4}]
+    options = [
+        {"date": "2026-02-01"},
+        {"variables": {"enable_thinking": False}},
+        {"train_on": "all"},
+        {"max_tokens": 999},
+        {"heldout": 0.4},
+    ]
     assert len({chats(**option).prepare(cache).digest for option in options} | {first.digest}) >= 4
-    assert len(prepared_folders(cache)) == 5
+    assert len(prepared_folders(cache)) == 6
     (folder / "chat_template.jinja").write_text(LLAMA + "{# another one #}")
     chats().prepare(cache)
-    assert len(prepared_folders(cache)) == 6
+    assert len(prepared_folders(cache)) == 7
     monkeypatch.setattr("moefw.plugins.data.chat.prepare.read_chats", lambda *_: pytest.fail("read again"))
     assert chats().prepare(cache).digest == first.digest
 
@@ -382,6 +388,8 @@ def test_check_tells_of_options_without_opening_data() -> None:
 
     assert told() == []
     assert any("data.date: 'soon' is no date. Write for example 2026-01-31." in each for each in told(date="soon"))
+    (problem,) = told(variables={"tools": 3, "enable_thinking": False})
+    assert "data.variables.tools: tools is what each conversation sets." in problem
     assert any("data.train_on" in each and "'answer'" in each for each in told(train_on="answer"))
     assert problems_of("data: {use: chat, path: x, tokenizer: y, date: 2026-01-31}") == []
 

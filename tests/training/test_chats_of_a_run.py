@@ -125,6 +125,7 @@ def test_a_run_shows_what_trains_resumes_and_hands_on_what_a_conversation_needs(
     from transformers import AutoTokenizer
 
     model = {"preset": "qwen3-30b-a3b-tiny", "vocab_size": IDS}
+    data["variables"] = {"enable_thinking": False}
     spec = tmp_path / "spec.yaml"
     train = {"steps": 2, "tokens_per_step": 256, "micro_batch": 2, "seq_len": 128, "packing": "static", "lr": 1e-3}
     train |= {"eval_every": 2, "eval_tokens": 256, "checkpoint_every": 1}

@@ -34,7 +34,6 @@ from moefw.plugins.data.encoding_child import (
     send,
 )
 
-
 Tokenized = Sequence[tuple[Sample, Any]]
 """Samples and what the tokenizer makes of their texts."""
 

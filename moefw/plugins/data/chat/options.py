@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date as Date
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from attrs import evolve, field, frozen
 from attrs.validators import and_, ge, gt, lt, min_len, optional
@@ -18,6 +18,8 @@ from moefw.plugins.data.tables import INSTALL, PACKAGE
 
 TrainOn = Literal["assistant", "each", "last", "all"]
 TooLong = Literal["truncate", "drop", "error"]
+CONVERSATION: Final = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of a template that are the conversation's."""
 
 
 @frozen(kw_only=True)
@@ -30,6 +32,8 @@ class ChatOptions(DataSourcePlugin):
     """Folder of a model's tokenizer, or the ``tokenizer.json`` in it."""
     template: str | None = field(default=None, validator=optional(min_len(1)))
     """File of a chat template. null: that of the tokenizer's folder."""
+    variables: Mapping[str, bool | int | float | str] = field(factory=dict, hash=False)
+    """Variables of the template beside the conversation, such as ``{enable_thinking: false}``."""
     train_on: TrainOn = "assistant"
     """Tokens that train: of all answers (``assistant``), of the last one (``last``), or of the whole text (``all``).
 
@@ -50,14 +54,16 @@ class ChatOptions(DataSourcePlugin):
         reads = [moefw.need("package", PACKAGE, reason="it reads Parquet files", fix=INSTALL)] if is_table else []
         return [*super().needs(site), *reads]
 
-    def check(self, site: Site) -> Iterator[moefw.Problem]:
-        """Problem of a date that is none."""
-        if self.date is None:
-            return
-        with suppress(ValueError):
-            Date.fromisoformat(self.date)
-            return
-        yield moefw.Problem(f"{self.date!r} is no date.", "Write for example 2026-01-31.", "date")
+    def check(self, site: Site) -> Sequence[moefw.Problem]:
+        """Problems of a date that is none, and of variables that each conversation sets."""
+        problems = []
+        if self.date is not None and not _is_date(self.date):
+            problems.append(moefw.Problem(f"{self.date!r} is no date.", "Write for example 2026-01-31.", "date"))
+        for name in CONVERSATION:
+            if name in self.variables:
+                what = f"{name} is what each conversation sets."
+                problems.append(moefw.Problem(what, "Take it out.", f"variables.{name}"))
+        return problems
 
     def check_files(self) -> Iterator[moefw.Problem]:
         """Problems of a path, a tokenizer or a template that is not there."""
@@ -70,3 +76,10 @@ class ChatOptions(DataSourcePlugin):
         """Same conversations, tokenizer and template, with absolute paths."""
         template = None if self.template is None else absolute(self.template)
         return evolve(self, path=absolute(self.path), tokenizer=absolute(self.tokenizer), template=template)
+
+
+def _is_date(text: str) -> bool:
+    with suppress(ValueError):
+        Date.fromisoformat(text)
+        return True
+    return False

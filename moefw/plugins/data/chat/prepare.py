@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from moefw.core.errors import DataError, Problem
-from moefw.plugins.data.chat.folder import TokenizerFiles, read_files
+from moefw.plugins.data.chat.folder import read_files
 from moefw.plugins.data.chat.options import ChatOptions
 from moefw.plugins.data.chat.problems import Problems
 from moefw.plugins.data.chat.process import ChatProcess, Encoded, Recipe
@@ -45,11 +45,11 @@ def prepare_chats(options: ChatOptions, cache_dir: Path) -> ChatSource:
     recipe = Recipe(
         tokenizer=files.tokenizer,
         template=files.template,
-        variables=files.variables,
+        variables={**files.variables, **options.variables},
         today=options.date,
         train_on=options.train_on,
     )
-    identity = (_identity(options, files, corpus), *((file.name, file.stop, file.mtime_ns) for file in corpus.files))
+    identity = (_identity(options, recipe, corpus), *((file.name, file.stop, file.mtime_ns) for file in corpus.files))
     with kept_in(cache_dir):
         prepared = prepare_folder(cache_dir, identity, lambda folder: _fill(folder, options, recipe, corpus))
         tokenizer = load_tokenizer(options.tokenizer, files.tokenizer)
@@ -58,12 +58,11 @@ def prepare_chats(options: ChatOptions, cache_dir: Path) -> ChatSource:
         return ChatSource(source, beside=files.beside, meta=prepared.meta)
 
 
-def _identity(options: ChatOptions, files: TokenizerFiles, corpus: Corpus) -> list[Any]:
+def _identity(options: ChatOptions, recipe: Recipe, corpus: Corpus) -> list[Any]:
     """All that decides what the prepared files hold, but for the rows."""
-    template = hashlib.sha256(files.template.encode()).hexdigest()
-    names = ("heldout", "train_on", "max_tokens", "too_long", "date")
-    chosen = [getattr(options, name) for name in names]
-    return ["chat", FORMAT, str(corpus.root), fingerprint(files.tokenizer), template, dict(files.variables), *chosen]
+    template = hashlib.sha256(recipe.template.encode()).hexdigest()
+    how = [fingerprint(recipe.tokenizer), template, dict(recipe.variables), recipe.today, recipe.train_on]
+    return ["chat", FORMAT, str(corpus.root), *how, options.heldout, options.max_tokens, options.too_long]
 
 
 def _stream(prepared: Prepared, path: Path, vocab_size: int) -> TokenFile:

@@ -30,7 +30,7 @@ class Recipe:
 
     tokenizer: bytes
     template: str
-    variables: Mapping[str, str]
+    variables: Mapping[str, Any]
     today: str | None
     train_on: str
 

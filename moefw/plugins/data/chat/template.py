@@ -52,7 +52,7 @@ class Template:
     A text has at most ``most_chars`` characters.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], *, today: date | None, most_chars: int) -> None:
+    def __init__(self, source: str, variables: Mapping[str, Any], *, today: date | None, most_chars: int) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
