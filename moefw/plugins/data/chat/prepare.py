@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final
+
+import numpy as np
 
 from moefw.core.errors import DataError, Problem
 from moefw.plugins.data.chat.folder import read_files
@@ -89,7 +92,13 @@ def _fill(folder: Path, options: ChatOptions, recipe: Recipe, corpus: Corpus) ->
                 yield from _encoded(batch, process, problems)
                 progress.advance(sum(len(content) for _, content in batch))
 
-        writing = partial(_write, options=options, vocab_size=tokenizer.vocab_size, problems=problems)
+        writing = partial(
+            _write,
+            options=options,
+            vocab_size=tokenizer.vocab_size,
+            special_ids=_special_ids(recipe.tokenizer),
+            problems=problems,
+        )
         counts = {
             "train": writing(folder / TRAIN, encoded(split.train)),
             "heldout": writing(folder / HELDOUT, _copied(encoded(split.heldout), raw)),
@@ -153,10 +162,16 @@ def _copied(samples: Iterable[Placed], raw: IO[bytes]) -> Iterator[Placed]:
 
 
 def _write(
-    path: Path, samples: Iterable[Placed], *, options: ChatOptions, vocab_size: int, problems: Problems
+    path: Path,
+    samples: Iterable[Placed],
+    *,
+    options: ChatOptions,
+    vocab_size: int,
+    special_ids: Sequence[int],
+    problems: Problems,
 ) -> Mapping[str, int]:
     """Numbers of samples and tokens of a side, whose ids, starts and masks are written to files at ``path``."""
-    counts = dict.fromkeys(("samples", "tokens", "trained", "truncated", "dropped", "untrained"), 0)
+    counts = dict.fromkeys(("samples", "tokens", "trained", "special", "truncated", "dropped", "untrained"), 0)
     most = options.max_tokens
     with TokenWriter(path, vocab_size=vocab_size) as tokens, trained_file(path).open("wb") as trained:
         for place, sample in samples:
@@ -177,10 +192,16 @@ def _write(
             counts["samples"] += 1
             counts["tokens"] += len(ids)
             counts["trained"] += num_trained
+            counts["special"] += int(np.isin(ids[trained_mask], special_ids).sum())
             counts["untrained"] += num_trained == 0
         trained.flush()
         os.fsync(trained.fileno())
     return counts
+
+
+def _special_ids(tokenizer: bytes) -> list[int]:
+    """Ids of the special tokens of a ``tokenizer.json``, such as those that end a turn."""
+    return [token["id"] for token in json.loads(tokenizer)["added_tokens"] if token["special"]]
 
 
 def _too_long(place: str, count: int, most: int) -> Problem:

@@ -119,7 +119,7 @@ def _conversations(row: Mapping[str, Any]) -> tuple[list[Any], int]:
             messages.append(turn)
             continue
         role = turn["from"]
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise RowError(f"{where}.from: {role!r} is no role. {nearest(str(role), ROLES)}".rstrip("."))
         messages.append({"role": ROLES[role], "content": turn.get("value")})
     system = row.get("system")

@@ -74,6 +74,8 @@ class ChatSource(DataSource):
         total = sum(tokens for tokens, _ in roles.values())
         parts = [f"{role} {tokens / total:.1%} ({trained:,} train)" for role, (tokens, trained) in roles.items()]
         yield f"  tokens by role, of the first conversations: {', '.join(parts) or 'not known'}"
+        if not train["special"]:
+            yield "  no special token trains: if one ends an answer, the model does not learn to end answers"
         for name, told in _TOLD.items():
             numbers = {side: counts[name] for side, counts in self._meta["samples"].items() if counts[name]}
             if numbers:
