@@ -187,12 +187,11 @@ values = st.recursive(
 def test_any_row_is_a_conversation_or_told(row: Any) -> None:
     try:
         chat = conversation(row)
-    except RowError as error:
-        assert str(error)
-    else:
-        assert chat["messages"]
-        assert all(isinstance(each["role"], str) for each in chat["messages"])
-        assert 0 <= chat["first"] <= len(chat["messages"])
+    except RowError:
+        return
+    assert chat["messages"]
+    assert all(isinstance(each["role"], str) for each in chat["messages"])
+    assert 0 <= chat["first"] <= len(chat["messages"])
 
 
 @pytest.mark.fault(

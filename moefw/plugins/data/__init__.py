@@ -10,6 +10,9 @@ A ``tokenizer.json`` is untrusted data, and the library that reads it may panic,
 its own process within limits (``encoding``), which encodes on all cores, and decodes. Text is split between cores at
 word ends if the tokenizer splits it as GPT-2's does, because no id changes there (``corpus_ids``).
 
+Conversations (``chat``) are rendered by a template, a program of somebody else, in a process like that of a tokenizer.
+It also tells which characters are answers, and so which tokens train (``trained`` of a stream).
+
 A blend (``blend``) puts the streams of its parts end to end, and an order that is a function of the number of a
 sequence says from which part it is (:mod:`moefw.training.data.blend_order`). Ids of any source are checked against the
 vocabulary where windows become batches (:mod:`moefw.runtime.windows`).
