@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from chat_cases import CONVERSATIONS, LLAMA, MIXTRAL, QWEN3, TODAY, WEATHER, without_marks, write_folder
+from chat_cases import CONVERSATIONS, LLAMA, MIXTRAL, QWEN3, TODAY, WEATHER, tokenizer, without_marks, write_folder
 from data_cases import all_of, examples, prepared_folders
 from moefw import DataError
 from moefw.plugins.data.blend import Blend
@@ -382,6 +382,32 @@ def test_the_template_is_the_folders_own(
     else:
         (problem,) = message(chats(), cache)
         assert told in problem
+
+
+def test_a_folder_that_transformers_saves_has_its_ids(chats: Any, cache: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), chat_template=MIXTRAL, **special)
+    made.save_pretrained(tmp_path / "saved")
+    source = chats(tokenizer=str(tmp_path / "saved"), heldout=0.001).prepare(cache)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    due = [theirs.apply_chat_template(row["messages"], tokenize=False) for row in ROWS]
+    assert sorted(text for side in ("train", "heldout") for text, _ in documents(source, side)) == sorted(due)
+    ids = [theirs.apply_chat_template(row["messages"], return_dict=True)["input_ids"] for row in ROWS]
+    first = source.train.document_starts(0, len(source.train))[1]
+    assert source.train.read(0, int(first)).tolist() in ids
+
+
+@pytest.mark.fault("a token that only tokenizer_config.json has: ids of another model", "an error that names it")
+def test_a_token_that_the_tokenizer_lacks_is_told(chats: Any, cache: Path, folder: Path) -> None:
+    names = {"1": {"content": "<s>"}, "2": {"content": "<|eom_id|>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "added_tokens_decoder": names}))
+    (told,) = message(chats(), cache)
+    assert "tokenizer.json lacks tokens that tokenizer_config.json adds: '<|eom_id|>'. Load the folder with" in told
+    del names["2"]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "added_tokens_decoder": names}))
+    assert chats().prepare(cache).preview()
 
 
 def test_a_template_in_a_file_comes_before_the_folders_own(chats: Any, cache: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from moefw.core.data import TOKENIZER
-from moefw.core.errors import DataError, os_reason
+from moefw.core.errors import MOST_LISTED, DataError, os_reason
 from moefw.plugins.data.options import absolute
 from moefw.plugins.data.tokenizers import read_json
 
@@ -48,6 +48,7 @@ def read_files(tokenizer: str, template: str | None) -> TokenizerFiles:
     beside = {name: _read("data.tokenizer", path.with_name(name)) for name in HANDED_ON if _is_there(path, name)}
     configs = [_object(path.with_name(name), beside[name]) for name in (SPECIAL_TOKENS, CONFIG) if name in beside]
     config = configs[-1] if CONFIG in beside else {}
+    _require_tokens(path, content, config)
     source = _template(path, config, template)
     variables = {name: text for each in configs for name, text in _special_tokens(each)}
     return TokenizerFiles(
@@ -56,6 +57,22 @@ def read_files(tokenizer: str, template: str | None) -> TokenizerFiles:
         variables=variables,
         beside={**beside, TEMPLATE: source.encode()},
     )
+
+
+def _require_tokens(path: Path, tokenizer: bytes, config: Mapping[str, Any]) -> None:
+    """Raise DataError if a configuration adds tokens that ``tokenizer.json`` lacks: ``transformers`` has them then."""
+    added = config.get("added_tokens_decoder")
+    if not isinstance(added, Mapping):
+        return
+    try:
+        known = {token["content"] for token in json.loads(tokenizer)["added_tokens"]}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return  # the process that reads it says why
+    names = [token.get("content") for token in added.values() if isinstance(token, Mapping)]
+    lacking = [repr(name) for name in names if name not in known]
+    if lacking:
+        what = f"data.tokenizer: {path} lacks tokens that {CONFIG} adds: {', '.join(lacking[:MOST_LISTED])}."
+        raise DataError(what, "Load the folder with transformers and save it again: that writes them into both.")
 
 
 def _template(path: Path, config: Mapping[str, Any], template: str | None) -> str:
