@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, final
 
 from attrs import frozen
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 LINE_EVERY_S = 10.0
-LEGEND = """loss: of the training text, in nats a token; eval: of held-out text, in bits a byte
+LEGEND = """loss: of the training text, in nats a token; eval: of held-out text, in bits a byte, of chats in nats a token
 balance: tokens of the busiest expert over the mean, 1.00 is even"""
 """What the words of a line mean."""
 _SMOOTHING = 0.95
@@ -26,6 +26,21 @@ _RATE_STEPS = 100
 """Number of last steps from which the time left is estimated."""
 _MIN_BAR = 8
 _MAX_BAR = 40
+
+
+@frozen
+class Evaluation:
+    """Loss of held-out text and its unit: of text with prompts, whose bytes are not counted, nats a token."""
+
+    value: float
+    unit: str
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Evaluation | None:
+        """Evaluation in the record of a step; None if the step has none."""
+        if "eval_bits_per_byte" in record:
+            return cls(record["eval_bits_per_byte"], "bits/byte")
+        return cls(record["eval_loss"], "nats/token") if "eval_loss" in record else None
 
 
 @frozen(kw_only=True)
@@ -81,7 +96,7 @@ class Progress:
         self._start_s = now()
         self._marks: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
         self._seen: _Seen | None = None
-        self._bits: float | None = None
+        self._evaluation: Evaluation | None = None
         self._loss_sum = self._loss_weight = 0.0
         self._line_s = -math.inf
         self._line_step: int | None = None
@@ -110,16 +125,15 @@ class Progress:
         tokens_per_s: float,
         load_max_over_mean: float,
         lr: float,
-        eval_bits_per_byte: float | None = None,
+        evaluation: Evaluation | None = None,
     ) -> None:
         """Record a step that is done; ``step`` counts from 1, ``loss`` is in nats per token.
 
-        ``eval_bits_per_byte`` is shown until the next one. A non-finite loss is shown and does not enter the smoothed
-        loss.
+        An ``evaluation`` is shown until the next one. A non-finite loss is shown and does not enter the smoothed loss.
         """
         self._marks.append((self._now(), step))
-        if eval_bits_per_byte is not None:
-            self._bits = eval_bits_per_byte
+        if evaluation is not None:
+            self._evaluation = evaluation
         if math.isfinite(loss):
             self._loss_sum = _SMOOTHING * self._loss_sum + loss
             self._loss_weight = _SMOOTHING * self._loss_weight + 1.0
@@ -149,8 +163,8 @@ class Progress:
             f"balance {seen.load_max_over_mean:.2f}",
             f"lr {seen.lr:.1e}",
         ]
-        if self._bits is not None:
-            parts.append(f"eval {self._bits:.3f} bits/byte")
+        if self._evaluation is not None:
+            parts.append(f"eval {self._evaluation.value:.3f} {self._evaluation.unit}")
         left_s = self._left_s()
         if left_s is not None:
             parts.append(f"left {_clock(left_s)}")
@@ -197,8 +211,9 @@ class Progress:
             _Part(5, f"{seen.tokens_per_s:,.0f}", "{} tokens/s", short_form="{} tok/s"),
             _Part(3, f"{seen.load_max_over_mean:.2f}", "balance {}"),
         ]
-        if self._bits is not None:
-            parts.append(_Part(4, f"{self._bits:.3f}", "eval {} bits/byte", f"{self._bits:.2f}", "eval {}"))
+        if self._evaluation is not None:
+            value = self._evaluation.value
+            parts.append(_Part(4, f"{value:.3f}", f"eval {{}} {self._evaluation.unit}", f"{value:.2f}", "eval {}"))
         parts.append(_Part(6, elapsed, "{} elapsed"))
         left_s = self._left_s()
         if left_s is not None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from moefw.core.errors import DataError, printable
 from moefw.runtime.parallel.local_shards import local
+from moefw.runtime.windows import masks_losses
 from moefw.system.files import replaced_file
 from moefw.system.stamps import stamp
 from moefw.training.clock import StepClock, render
@@ -49,6 +50,8 @@ def introduce(session: Session, parameters: Parameters, start: int, changes: Seq
     say(console, f"{train:,} tokens to train on, {heldout:,} held out, a vocabulary of {ids:,}")
     for line in session.data.preview() if session.leads else ():
         say(console, line)
+    if masks_losses(session.data.train) and not session.assembly.spec.train.masks_documents:
+        say(console, "samples of a window see those before them: train.packing, or document_mask, keeps them apart")
     if is_gpu(session.device) and dist.is_initialized() and dist.get_backend() == "gloo":
         say(console, "ranks share a GPU, through gloo: a layout of one rank a GPU is faster")
     residual: Any = session.model.residual_dtype

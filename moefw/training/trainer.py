@@ -38,7 +38,7 @@ from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.learning_rate import learning_rate
 from moefw.training.micro_batches import Clock
-from moefw.training.progress import Progress
+from moefw.training.progress import Evaluation, Progress
 from moefw.training.records.ending import Outcome, reason_of
 from moefw.training.records.events import EVENTS, Event, last_layout
 from moefw.training.records.origins import ORIGINS, write_origins
@@ -145,7 +145,7 @@ class Trainer:
         self.log.step(record, result.layers, result.load_LE)
         self.done = step + 1
         shown = {key: record[key] for key in ("loss", "tokens_per_s", "load_max_over_mean", "lr")}
-        progress.update(step + 1, **shown, eval_bits_per_byte=record.get("eval_bits_per_byte"))
+        progress.update(step + 1, **shown, evaluation=Evaluation.of(record))
         if self.ledger and step == self.start and step + 1 < self.spec.steps:
             # The first step tunes kernels, between whose runs Triton writes over the caches of the GPU.
             torch.cuda.reset_peak_memory_stats(self.session.device)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from hand_clock import Time
-from moefw.training.progress import Progress
+from moefw.training.progress import Evaluation, Progress
 
 
 def console(*, terminal, width=200):
@@ -27,9 +27,9 @@ def follow(screen, *, steps, step_s=1.0, evaluate_at=None, start_step=0, total_s
     with Progress(total_steps=total_steps, start_step=start_step, console=screen, now=time) as progress:
         for step in steps:
             time.s += step_s
-            bits = 2.0131 if step == evaluate_at else None
+            evaluation = Evaluation(2.0131, "bits/byte") if step == evaluate_at else None
             progress.update(
-                step, loss=loss, tokens_per_s=12300.4, load_max_over_mean=1.137, lr=2.1e-3, eval_bits_per_byte=bits
+                step, loss=loss, tokens_per_s=12300.4, load_max_over_mean=1.137, lr=2.1e-3, evaluation=evaluation
             )
         for note in notes:
             progress.note(note)
@@ -144,3 +144,9 @@ def test_a_resumed_run_begins_where_it_stopped():
     assert "60/100" in plain(follow(console(terminal=True), steps=[], start_step=60))
     resumed = follow(console(terminal=False), steps=range(61, 81), start_step=60)
     assert resumed.splitlines()[-1].endswith("left 0:20")
+
+
+def test_an_evaluation_of_text_with_prompts_is_shown_in_nats():
+    assert Evaluation.of({"loss": 1.0}) is None
+    assert Evaluation.of({"eval_loss": 2.0, "eval_bits_per_byte": 0.9}) == Evaluation(0.9, "bits/byte")
+    assert Evaluation.of({"eval_loss": 2.0}) == Evaluation(2.0, "nats/token")

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -34,8 +33,8 @@ from moefw.plugins.data.tokens import STARTS, TRAINED, TokenFile, TokenWriter, s
 FORMAT: Final = 1
 """Increased when the prepared files of the same conversations would change."""
 BATCH_BYTES: Final = 1 << 20
-ROLE_ROWS: Final = 100
-"""Conversations whose tokens are counted by role."""
+BATCH_ROWS: Final = 64
+"""A template that fails with every row does so within a minute, even if it takes a second for each."""
 
 Placed = tuple[str, Encoded]
 """A sample and the place of its row."""
@@ -121,8 +120,8 @@ def _fill(folder: Path, options: ChatOptions, recipe: Recipe, corpus: Corpus) ->
 
 
 def _roles(rows: Iterable[TextDocument], process: ChatProcess) -> Mapping[str, Sequence[int]]:
-    """Numbers of tokens by role of the first rows: each takes a rendering of every prefix. Empty: it took too long."""
-    first = next(_batches(islice(rows, ROLE_ROWS)))
+    """Numbers of tokens by role of the first batch: each takes a rendering of every prefix. Empty: it took too long."""
+    first = next(_batches(rows))
     try:
         return process.roles([content for _, content in first])
     except EncodingError:
@@ -137,7 +136,7 @@ def _batches(rows: Iterable[TextDocument]) -> Iterator[list[tuple[str, bytes]]]:
         content = b"".join(row.pieces())
         batch.append((row.place, content))
         room -= len(content)
-        if room <= 0:
+        if room <= 0 or len(batch) == BATCH_ROWS:
             yield batch
             batch = []
             room = BATCH_BYTES
