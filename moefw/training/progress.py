@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 LINE_EVERY_S = 10.0
-LEGEND = """loss: of the training text, in nats a token; eval: of held-out text, in bits a byte, of chats in nats a token
+LEGEND = """loss: of the training text, in nats a token; eval: of held-out text, in bits a byte (of chats: nats a token)
 balance: tokens of the busiest expert over the mean, 1.00 is even"""
 """What the words of a line mean."""
 _SMOOTHING = 0.95
