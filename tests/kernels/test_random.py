@@ -79,7 +79,9 @@ def test_every_sequence_of_a_run_has_a_seed_of_its_own_whoever_asks() -> None:
 def seeds_of(rank: int, ranks: int, micro_batch: int, step: int) -> torch.Tensor:
     """The seeds of a rank's sequences in a step of 12, over its micro-batches."""
     spec = SimpleNamespace(micro_batch=micro_batch, seq_len=4, masks_documents=False)
-    stream = SimpleNamespace(name="text", read=lambda start, count: np.arange(start, start + count))
+    stream = SimpleNamespace(
+        name="text", read=lambda start, count: np.arange(start, start + count), trained=lambda start, count: None
+    )
     session: Any = SimpleNamespace(
         layout=SimpleNamespace(size=lambda _: ranks, index=lambda _: rank),
         data=SimpleNamespace(vocab_size=1000, train=stream),

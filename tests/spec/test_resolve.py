@@ -297,6 +297,7 @@ class TestResolvedSpec:
         base = resolved("{}")
         others = {
             "train.weights": "folder",
+            "train.freeze": None,  # only with weights
             "train.main_gradients": "bfloat16",
             "train.reduce_gradients": "step",
             "train.replay_routes": "folder",

@@ -283,6 +283,11 @@ class ForgetsBiases(PlainExperts):
     promised = {"formula": ("swiglu", "bias")}
 
 
+class MultipliesWeightsAsTheyAre(PlainExperts):
+    def operand(self, x: Tensor, role: Any = "input") -> Tensor:
+        return x if role == "weight" else super().operand(x, role)
+
+
 class OffersReplays(PlainExperts):
     promised = moefw.offers(replays=moefw.ANY)
 
