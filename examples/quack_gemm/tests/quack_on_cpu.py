@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import fake_quack
 from attrs import frozen
@@ -13,7 +14,9 @@ import moefw
 
 @frozen
 class QuackAnywhere(Quack):
-    """``quack`` in the layer cases of suites, which are built on a CPU."""
+    """``quack`` in the layer cases of suites, which are built on a CPU. Its own name: ``quack`` may be installed."""
+
+    name: ClassVar[str] = "quack-anywhere"
 
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         """Needs of the other parts."""
@@ -23,6 +26,8 @@ class QuackAnywhere(Quack):
 @frozen
 class QuackOnCpu(QuackAnywhere):
     """``quack`` over the fake."""
+
+    name: ClassVar[str] = "quack-on-cpu"
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
         """Experts of one layer."""

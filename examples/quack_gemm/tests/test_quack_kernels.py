@@ -105,7 +105,7 @@ def experts(request: pytest.FixtureRequest) -> Any:
         if not torch.cuda.is_available():
             pytest.skip("there is no GPU")
     plugin = QuackAnywhere if request.param == "cuda" else QuackOnCpu
-    parts = {"gemm": {"use": "quack"}, "precision": {"use": "bf16"}}
+    parts = {"gemm": {"use": plugin.name}, "precision": {"use": "bf16"}}
     made, _ = experts_of(LayerCase(parts=parts, plugins=(plugin,), dim=DIM, expert_dim=2 * DIM))
     return made.to(request.param)
 
