@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from attrs import Factory, evolve, frozen
@@ -212,7 +212,10 @@ def bare_context(
 
 
 class ModelParts(ModelContext):
-    """Builds the contexts of a model's layers, each once, and its MoE layers."""
+    """Builds the contexts of a model's layers, each once, and its MoE layers.
+
+    ``shards``: whether parameters are sharded where the layout says so.
+    """
 
     def __init__(
         self,
@@ -221,6 +224,7 @@ class ModelParts(ModelContext):
         device: torch.device,
         shared: Shared,
         *,
+        shards: bool = True,
         shard_by: Callable[[Layout], Sharding] | None = None,
         watch: Watch | None = None,
     ) -> None:
@@ -228,7 +232,7 @@ class ModelParts(ModelContext):
         self.device = device
         self._layout = layout
         self._shared = shared
-        self._sharding = _sharding(layout, shard_by)
+        self._sharding = _sharding(layout, shard_by) if shards else None
         self._watch = watch
         self._contexts: dict[int, LayerContext] = {}
         self._layouts = layouts_by_cp(layout, dynamic=assembly.spec.train.packing == "dynamic")
@@ -376,33 +380,27 @@ def build_model(
     PluginError for a model without stages that a pipeline, or phases one by one, need.
     """
     train = assembly.spec.train
-    if not train.freeze:
-        return _build(assembly, layout, device, shared, shard_by=shard_by, watch=watch)
-    from moefw.compose.freezing import UnshardedUnits, built_with_frozen
 
-    def build(device: torch.device, whole: bool) -> nn.Module:
-        if not whole:
-            return _build(assembly, layout, device, shared, shard_by=shard_by, watch=watch)
+    def build() -> nn.Module:
+        return _built(ModelParts(assembly, layout, device, shared, shard_by=shard_by, watch=watch))
+
+    def build_without_memory() -> nn.Module:
         own = Shared()
-        model = _build(assembly, layout, device, own, shard_by=lambda _: cast("Sharding", UnshardedUnits()))
+        model = _built(ModelParts(assembly, layout, torch.device("meta"), own, shards=False))
         own.close()
         return model
 
-    return built_with_frozen(build, device, train.freeze, Path(train.weights or ""))
+    if not train.freeze:
+        return build()
+    from moefw.compose.freezing import built_with_frozen
+
+    return built_with_frozen(build_without_memory, build, train.freeze, Path(train.weights or ""))
 
 
-def _build(
-    assembly: Assembly,
-    layout: Layout,
-    device: torch.device,
-    shared: Shared,
-    *,
-    shard_by: Callable[[Layout], Sharding] | None = None,
-    watch: Watch | None = None,
-) -> nn.Module:
-    """Model of an assembly, all of whose parameters train."""
-    context = ModelParts(assembly, layout, device, shared, shard_by=shard_by, watch=watch)
-    with torch.device(device), assembly.registry.calling(assembly.parts.model, "build()"):
+def _built(context: ModelParts) -> nn.Module:
+    """Model of these parts."""
+    assembly = context.assembly
+    with torch.device(context.device), assembly.registry.calling(assembly.parts.model, "build()"):
         model: nn.Module = assembly.parts.model.build(context)
     if not isinstance(model, Pipelined) and (why := _why_stages(assembly)):
         built = f"model {assembly.parts.model.name!r} builds a {type(model).__name__}"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar, final
 
 import torch
 from torch import nn
@@ -24,32 +23,20 @@ from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.origins import origins_of
 from moefw.runtime.naming import by_parameter
 
-M = TypeVar("M", bound=nn.Module)
-
-
-@final
-class UnshardedUnits:
-    """Takes the place of what shards parameters while names are looked up: all parameters stay whole."""
-
-    def unit(self, module: M, *_: object, **__: object) -> M:
-        """``module`` as it is."""
-        return module
-
-    def root(self, model: M, **_: object) -> M:
-        """``model`` as it is."""
-        return model
-
 
 def built_with_frozen(
-    build: Callable[[torch.device, bool], nn.Module], device: torch.device, patterns: Sequence[str], weights: Path
+    build_without_memory: Callable[[], nn.Module],
+    build: Callable[[], nn.Module],
+    patterns: Sequence[str],
+    weights: Path,
 ) -> nn.Module:
-    """Model from ``build(device, whole)``, in which the parameters whose canonical names match are frozen.
+    """Model from ``build``, in which the parameters whose canonical names match are frozen.
 
-    ``build`` makes the same parameters in the same order whenever it is called; ``whole``: FSDP shards none of them.
-    Raises SpecError for patterns that would freeze a part of a parameter.
+    ``build_without_memory`` makes the same parameters in the same order on ``meta``, sharded by nothing. ``weights``:
+    the folder whose dtypes they have. Raises SpecError for patterns that would freeze a part of a parameter.
     """
     with _numbered() as numbers:
-        model = build(torch.device("meta"), True)
+        model = build_without_memory()
     dtypes = _frozen(model, patterns, weights)
     by_number = {
         numbers[module, key]: dtypes[parameter]
@@ -58,7 +45,7 @@ def built_with_frozen(
         if parameter in dtypes
     }
     with _numbered(by_number):
-        return build(device, False)
+        return build()
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
