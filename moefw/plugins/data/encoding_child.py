@@ -47,13 +47,21 @@ def receive(file: IO[bytes]) -> tuple[dict[str, Any], list[bytes]] | None:
     return (head, parts) if list(map(len, parts)) == sizes else None
 
 
-def main() -> None:
-    """Answer requests until the other process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process decides
-    requests = sys.stdin.buffer
+def streams() -> tuple[IO[bytes], IO[bytes]]:
+    """Streams of requests and answers of a child that begins.
+
+    What libraries print goes to its errors. Ctrl-C is for the requesting process, and no core is dumped.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     limit(resource.RLIMIT_CORE, 0)
+    return sys.stdin.buffer, answers
+
+
+def main() -> None:
+    """Answer requests until the other process is gone."""
+    requests, answers = streams()
     request = receive(requests)
     if request is None:
         return

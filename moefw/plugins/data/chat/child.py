@@ -10,10 +10,7 @@ request with ``{"roles": true}`` is answered with ``{"roles": {"user": [tokens, 
 from __future__ import annotations
 
 import json
-import os
 import resource
-import signal
-import sys
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +29,7 @@ from moefw.plugins.data.encoding_child import (
     limit,
     receive,
     send,
+    streams,
 )
 
 Tokenized = Sequence[tuple[Sample, Any]]
@@ -40,11 +38,7 @@ Tokenized = Sequence[tuple[Sample, Any]]
 
 def main() -> None:
     """Answer requests until the other process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the requesting process decides
-    requests = sys.stdin.buffer
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    limit(resource.RLIMIT_CORE, 0)
+    requests, answers = streams()
     request = receive(requests)
     if request is None:
         return

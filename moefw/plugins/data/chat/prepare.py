@@ -34,7 +34,7 @@ FORMAT: Final = 1
 """Increased when the prepared files of the same conversations would change."""
 BATCH_BYTES: Final = 1 << 20
 BATCH_ROWS: Final = 64
-"""A template that fails with every row does so within a minute, even if it takes a second for each."""
+"""Few enough that a template that fails slowly with every row is told after some of them."""
 
 Placed = tuple[str, Encoded]
 """A sample and the place of its row."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -57,12 +57,17 @@ class ChatProcess:
         self._limits = limits
         self._start()
 
-    def samples(self, chats: Sequence[bytes]) -> list[list[Encoded] | EncodingError]:
-        """Samples of each conversation, JSON, or why it has none."""
+    def samples(self, chats: Sequence[bytes]) -> Iterator[list[Encoded] | EncodingError]:
+        """Yield the samples of each conversation, JSON, or why it has none.
+
+        One by one where a conversation has ended the child: each of them may take all of its time.
+        """
         try:
-            return self._ask(chats)
+            outcomes = self._ask(chats)
         except EncodingError:
-            return [self._ask_alone(chat) for chat in chats]
+            yield from map(self._ask_alone, chats)
+        else:
+            yield from outcomes
 
     def roles(self, chats: Sequence[bytes]) -> dict[str, list[int]]:
         """Number of tokens of each role, and of those that train, over conversations that have samples.
