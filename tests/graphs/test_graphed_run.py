@@ -19,6 +19,7 @@ from moefw.testing.pool import RankPool
 from moefw.testing.replays import CountedModel, compared, untimed
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.tape import TapeGraphs
+from moefw.testing.training import SMALL
 from moefw.training.engine import Engine
 from moefw.training.graphed_run import MOST_SHAPES, WARM_UP, GraphedRun
 from moefw.training.step_sums import Tally
@@ -131,6 +132,13 @@ def test_replayed_steps_have_the_bits_of_eager_ones(
     assert found.failure == ""
     assert found.differing == []
     assert len(found.operators) > 500
+
+
+def test_steps_with_frozen_experts_are_replayed(ranks: RankPool) -> None:
+    frozen = {"weights": "of-no-folder", "freeze": ["layers.*.moe.experts.*", "embed.weight"]}
+    train = {**SMALL["train"], "micro_batch": 1, **frozen}
+    (found,) = ranks.run(compared, 1, case_of(1, ROUTING["bias"], {"train": train}), REPLAYS)
+    assert (found.failure, found.differing) == ("", [])
 
 
 def collectives(operators: Sequence[str]) -> list[str]:

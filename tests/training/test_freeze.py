@@ -81,6 +81,23 @@ WAYS: dict[str, dict[str, Any]] = {
     "recomputed": {"memory": [{"use": "recompute", "regions": ["layer"]}]},
     "offloaded": {"memory": [{"use": "offload", "regions": ["experts"], "min_bytes": 1}]},
     "merged": {"pipeline": {"use": "merged"}},
+    "stashed": {
+        "precision": {"use": "bf16"},
+        "dispatch": {"use": "alltoall", "rank_capacity": 2.0, "on_overflow": "rerun"},
+        "memory": [{"use": "paged-stash", "regions": ["experts"], "page_rows": 4}],
+    },
+    "states in bf16, off the device": {"memory": [{"use": "optimizer-bf16"}, {"use": "optimizer-offload"}]},
+    "latents": {
+        "attention": {
+            "use": "mla",
+            "num_heads": 4,
+            "q_rank": 10,
+            "kv_rank": 12,
+            "nope_dim": 6,
+            "rope_dim": 4,
+            "v_dim": 5,
+        }
+    },
     "loss in chunks": {"model": {"loss_chunk": 4}},
 }
 
