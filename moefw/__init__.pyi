@@ -10,6 +10,7 @@ from moefw.compose.replacing import ReplacedBlocks as ReplacedBlocks
 from moefw.compose.replacing import replace_moe as replace_moe
 from moefw.core.context import BuildContext as BuildContext
 from moefw.core.context import ModelContext as ModelContext
+from moefw.core.contracts import Adapter as Adapter
 from moefw.core.contracts import Attention as Attention
 from moefw.core.contracts import CachedAttention as CachedAttention
 from moefw.core.contracts import ContextAttention as ContextAttention
@@ -21,6 +22,7 @@ from moefw.core.contracts import MemoryPolicy as MemoryPolicy
 from moefw.core.contracts import Meter as Meter
 from moefw.core.contracts import Precision as Precision
 from moefw.core.contracts import Router as Router
+from moefw.core.contracts import StackedAdapter as StackedAdapter
 from moefw.core.contracts import Stateful as Stateful
 from moefw.core.data import DataSource as DataSource
 from moefw.core.data import TokenStream as TokenStream
@@ -42,6 +44,7 @@ from moefw.core.facts import offers as offers
 from moefw.core.hooks import API_VERSION as API_VERSION
 from moefw.core.hooks import Assembly as Assembly
 from moefw.core.hooks import hookimpl as hookimpl
+from moefw.core.plugin import AdapterPlugin as AdapterPlugin
 from moefw.core.plugin import AttentionPlugin as AttentionPlugin
 from moefw.core.plugin import ContextParallelPlugin as ContextParallelPlugin
 from moefw.core.plugin import DataSourcePlugin as DataSourcePlugin
@@ -60,6 +63,7 @@ from moefw.core.plugin import SchedulePlugin as SchedulePlugin
 from moefw.core.probes import Probe as Probe
 from moefw.core.probes import ProbeError as ProbeError
 from moefw.core.records import Action as Action
+from moefw.core.records import AdaptedWeight as AdaptedWeight
 from moefw.core.records import Canonical as Canonical
 from moefw.core.records import Pair as Pair
 from moefw.core.records import SavedOperand as SavedOperand

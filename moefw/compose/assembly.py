@@ -17,6 +17,7 @@ from moefw.compose.spec.structure import plain
 from moefw.compose.stages import micro_batches_of, stages_of
 from moefw.core.kinds import KINDS, Kind
 from moefw.core.plugin import (
+    AdapterPlugin,
     AttentionPlugin,
     ContextParallelPlugin,
     DataSourcePlugin,
@@ -54,6 +55,7 @@ class ChosenPlugins:
     gemm: GemmPlugin
     precision: PrecisionPlugin
     memory: tuple[MemoryPolicyPlugin, ...]
+    adapter: AdapterPlugin
     parallel: LayoutPlugin
     pipeline: PipelinePlugin
     data: DataSourcePlugin
@@ -97,6 +99,11 @@ class Assembly:
     def stages(self) -> Stages:
         """The pipeline stages of each position on pp."""
         return stages_of(self.parts.pipeline, self.parts.model, self.layout)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Patterns of the names of weights that do not train: ``train.freeze``, or those that the adapter freezes."""
+        return self.spec.train.freeze or self.parts.adapter.freezes
 
     @property
     def micro_batches(self) -> int:

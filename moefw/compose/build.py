@@ -16,8 +16,8 @@ from moefw.compose.assembly import Assembly
 from moefw.core.context import BuildContext, ExpertGroup, ModelContext
 from moefw.core.contracts import ContextAttention, Layout, MemoryPolicy, Precision
 from moefw.core.errors import ContractError, PluginError
-from moefw.core.plugin import Plugin
-from moefw.core.records import Order, Shard, Side
+from moefw.core.plugin import AdapterPlugin, Plugin
+from moefw.core.records import AdaptedWeight, Order, Shard, Side
 from moefw.core.site import Site
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory.dropped import drops
@@ -86,6 +86,7 @@ class LayerContext(BuildContext):
     in_high_precision: Callable[[str], bool]
     sharding: Sharding | None = None
     recipes: tuple[Precision, Precision] | None = None
+    adapters: AdapterPlugin | None = None
     policies: Mapping[str, MemoryPolicy] = Factory(dict)
     layouts: Mapping[int | None, Layout] = Factory(dict)
     context_attentions: Mapping[int | None, ContextAttention] = Factory(dict)
@@ -131,6 +132,24 @@ class LayerContext(BuildContext):
         assert self.recipes is not None, "recipes are built before there are any to ask for"
         precision, fallback = self.recipes
         return (fallback if self.keeps_high_precision(module) else precision).at(module)
+
+    @property
+    def fallback(self) -> Precision:
+        """The recipe of what stays in high precision."""
+        assert self.recipes is not None, "recipes are built before there are any to ask for"
+        return self.recipes[1]
+
+    def adapter(self, weight: AdaptedWeight) -> Any | None:
+        """Adapter of a weight of this layer; None: it has none."""
+        if self.adapters is None or not self.adapters.adapts(weight.name):
+            return None
+        return self.adapters.build(self, weight)
+
+    def stacked_adapter(self, weight: AdaptedWeight) -> Any | None:
+        """Adapters of a stack of weights; None: it has none."""
+        if self.adapters is None or not self.adapters.adapts(weight.name):
+            return None
+        return self.adapters.build_stacked(self, weight)
 
     def core(self, attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
         """Core of this layer's attention: ``attend``, or what the ranks of cp do around it."""
@@ -293,6 +312,7 @@ class ModelParts(ModelContext):
         return evolve(
             bare,
             recipes=recipes,
+            adapters=parts.adapter,
             policies=policies,
             layouts=self._layouts,
             context_attentions=self._context_attentions(bare),
@@ -376,10 +396,9 @@ def build_model(
     """Construct the model of an assembly on ``device``. Its parameters are not initialised.
 
     ``shard_by``: what shards parameters in the place of FSDP, if the layout shards any. ``watch`` follows the regions.
-    Parameters that ``train.freeze`` names do not train, and have the dtype in which their folder has them. Raises
+    Parameters that do not train (``Assembly.frozen``) have the dtype in which their folder has them. Raises
     PluginError for a model without stages that a pipeline, or phases one by one, need.
     """
-    train = assembly.spec.train
 
     def build() -> nn.Module:
         return _built(ModelParts(assembly, layout, device, shared, shard_by=shard_by, watch=watch))
@@ -390,11 +409,12 @@ def build_model(
         own.close()
         return model
 
-    if not train.freeze:
+    frozen = assembly.frozen
+    if not frozen:
         return build()
     from moefw.compose.freezing import built_with_frozen
 
-    return built_with_frozen(build_without_memory, build, train.freeze, Path(train.weights or ""))
+    return built_with_frozen(build_without_memory, build, frozen, Path(assembly.spec.train.weights or ""))
 
 
 def _built(context: ModelParts) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final, Generic, TypeVar
 
 from attrs import frozen
@@ -157,6 +158,11 @@ def _divides(offered: tuple[str, int], needed: tuple[str, int]) -> bool:
     return axis == needed_axis and size % ranks == 0
 
 
+def _is_like(offered: str, needed: str) -> bool:
+    """Whether a name matches a pattern."""
+    return fnmatchcase(offered, needed)
+
+
 def _all_true(offered: Sequence[bool], needed: Sequence[bool]) -> Settled:
     """Return True only if every offer is true."""
     value = all(offered)
@@ -169,6 +175,7 @@ RULES: Final[Mapping[Rule, Callable[[Sequence[Any], Sequence[Any]], Settled]]] =
     "some": _some(operator.eq),
     "some at least": _some(operator.ge),
     "some dividing": _some(_divides),
+    "some like": _some(_is_like),
     "all": _all_true,
 }
 """By rule: a function of the values that parts offer and of those that parts need, each in any order."""

@@ -84,7 +84,7 @@ def _frozen(model: nn.Module, patterns: Sequence[str], weights: Path) -> dict[nn
     problems: list[Problem] = []
     dtype_of = _stored_dtypes(weights)
     for parameter, pieces in by_parameter(model):
-        names = [piece.name for piece in pieces]
+        names = [piece.name for piece in pieces if not piece.of_adapter]
         held = [name for name in names if matches(name, patterns)]
         if held and len(held) < len(names):
             trained = next(name for name in names if name not in held)

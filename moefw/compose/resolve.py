@@ -393,6 +393,12 @@ class _Resolution:
 
     def check_freeze(self, train: TrainSpec) -> None:
         """Report weights that are to stay those of a folder where none is named."""
+        adapter = self._find("adapter")
+        with self.asking(("train", "weights")):
+            if adapter and adapter.part.freezes and train.weights is None:
+                what = f"{adapter} trains beside the weights of a folder, and train.weights names none."
+                self.tell((*adapter.path, "use"), Problem(what, "Name one."))
+                return
         with self.asking(("train", "freeze")):
             if train.freeze and train.weights is None:
                 what = "frozen weights stay those of a folder, and train.weights names none."

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import Layout, Precision
-from moefw.core.records import Order, Shard, Side, Stage
+from moefw.core.records import AdaptedWeight, Order, Shard, Side, Stage
 from moefw.core.site import Site
 
 T = TypeVar("T")
@@ -155,6 +155,19 @@ class BuildContext(Protocol):
         They are gathered in the recipe's ``weight_dtype``, since a later cast would leave a copy until backward, or
         with its ``weight_codec``. Raises PlanError if the codec cannot encode the shards of a weight.
         """
+
+    @property
+    def fallback(self) -> Precision:
+        """The recipe of what stays in high precision, such as adapters."""
+
+    def adapter(self, weight: AdaptedWeight) -> Any | None:
+        """Adapter of a weight of this layer, a module that is a :class:`moefw.Adapter`; None: it has none.
+
+        A part that asks for the adapters of its weights offers their names as ``adapter``.
+        """
+
+    def stacked_adapter(self, weight: AdaptedWeight) -> Any | None:
+        """Adapters of a stack of weights, a module that is a :class:`moefw.StackedAdapter`; None: it has none."""
 
     def region(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` under the memory policy of the region ``name``. Call this once, in ``build``."""

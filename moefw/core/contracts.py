@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
+    from torch.nn import Parameter
 
     from moefw.core.stages import Batch, ExpertBatch, Pending, Routing
 
@@ -212,6 +213,45 @@ class ExpertGemm(Named):
         With biases, also ``{e}.gate_proj.bias``, ``{e}.up_proj.bias`` (F) and ``{e}.down_proj.bias`` (D). ``e`` is the
         expert's number among all experts of the layer.
         """
+
+
+class Adapter(Named):
+    """Module of what trains beside one weight W ``(O, I)``, and adapts its products ``x W^T``.
+
+    The weight itself stays frozen, as a rule. Products are adapted without a tensor of the weight's size.
+    """
+
+    @abstractmethod
+    def __call__(self, x: Tensor, out: Tensor, weight: Tensor, rows: RowGroups | None = None) -> Tensor:
+        """``(..., O)``, adapted, given ``x`` ``(..., I)`` and ``out``, its product with ``weight``.
+
+        If the inputs of the weight are split, it is this rank's part of a sum. ``rows`` describes the flattened rows.
+        """
+
+    @abstractmethod
+    def merged(self, weight: Tensor) -> Tensor:
+        """Weight ``(O, I)`` whose plain product is the adapted one, outside of training. Of parts on this rank."""
+
+    @abstractmethod
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield every parameter under its name beside the weight's, each with an ``adapter_std``."""
+
+
+class StackedAdapter(Named):
+    """Module of low-rank adapters of a stack of weights, one for each expert: ``x W^T + scale (x A^T) B^T``.
+
+    An expert GEMM multiplies them inside its own products. ``a`` ``(e, r, I)`` and ``b`` ``(e, O, r)`` are parameters.
+    """
+
+    a: Parameter
+    b: Parameter
+    scale: float
+    precision: Precision
+    """Recipe of the products with both."""
+
+    @abstractmethod
+    def merged(self, weight: Tensor, expert: int) -> Tensor:
+        """Weight ``(O, I)`` of the expert with this number whose plain product is the adapted one."""
 
 
 class Codec(Protocol):

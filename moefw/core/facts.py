@@ -13,7 +13,7 @@ ANY: Final = "any"
 """An offer that meets every need for a fact, for example every row alignment."""
 
 Offers = Mapping[str, Any]
-Rule = Literal["multiple", "one of", "some", "some at least", "some dividing", "all"]
+Rule = Literal["multiple", "one of", "some", "some at least", "some dividing", "some like", "all"]
 """How offers and needs settle a fact: see :mod:`moefw.compose.fitting`."""
 
 
@@ -83,6 +83,7 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("region", "region {} to allow {}", "some", ("model", "attention", "gemm", "optimizer"), itemised=True),
         Fact("by_pass", "operands quantized for each pass", "all", ("model", "attention", "gemm"), silence=False),
         Fact("named_products", "GEMMs with recipes of their own", "all", ("model", "attention", "gemm"), silence=False),
+        Fact("adapter", "an adapter of {}", "some like", ("model", "attention", "gemm"), itemised=True, silence=()),
         Fact("formula", "experts with {}", "some", ("gemm",), silence=("swiglu",)),
         Fact("activations_kept", "activations that a recipe may save as codes", "all", ("gemm",), silence=False),
         Fact("row_keys", "a key with each row", "all", ("model", "attention", "dispatch", "gemm"), silence=False),

@@ -8,6 +8,7 @@ from typing import Any, Final
 from attrs import field, frozen
 
 from moefw.core.plugin import (
+    AdapterPlugin,
     AttentionPlugin,
     ContextParallelPlugin,
     DataSourcePlugin,
@@ -156,6 +157,14 @@ _TABLE: Final = (
         summary="What happens to what regions save for backward, and to optimizer states.",
         many=True,
         guide="guides/write-a-memory-policy.md",
+    ),
+    Kind(
+        name="adapter",
+        section="adapter",
+        base=AdapterPlugin,
+        contract="moefw.core.contracts:Adapter",
+        summary="What trains beside weights that stay as they are.",
+        guide="guides/write-an-adapter.md",
     ),
     Kind(
         name="layout",

@@ -10,7 +10,7 @@ from attrs.validators import ge, gt, optional
 
 from moefw.core.errors import Problem
 from moefw.core.facts import ANY, Need, Offers, offers
-from moefw.core.records import Order
+from moefw.core.records import AdaptedWeight, Order
 from moefw.core.site import Dims, Site
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from moefw.core.context import BuildContext, ModelContext
     from moefw.core.contracts import (
+        Adapter,
         Attention,
         ContextAttention,
         Dispatcher,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         MemoryPolicy,
         Precision,
         Router,
+        StackedAdapter,
     )
     from moefw.core.data import DataSource
 
@@ -196,6 +198,26 @@ class OptimizerMemoryPolicyPlugin(MemoryPolicyPlugin):
         reason = "the states belong to the optimizer, which says how they may be treated"
         fix = "Use an optimizer that offers it, or take the policy out."
         return [Need("region", (OPTIMIZER, self.mechanism), reason, fix=fix)]
+
+
+@frozen
+class AdapterPlugin(Plugin):
+    """Declares adapters: what trains beside weights that stay as they are."""
+
+    freezes: ClassVar[tuple[str, ...]] = ("*",)
+    """Patterns of the names of weights that are frozen, where ``train.freeze`` names none."""
+
+    def adapts(self, weight: str) -> bool:
+        """Whether a weight gets an adapter, given its name in its layer, such as ``attention.q_proj``."""
+        raise NotImplementedError
+
+    def build(self, context: BuildContext, weight: AdaptedWeight) -> Adapter:
+        """Adapter of one matrix."""
+        raise NotImplementedError
+
+    def build_stacked(self, context: BuildContext, weight: AdaptedWeight) -> StackedAdapter:
+        """Adapters of the matrices of all experts of ``weight``."""
+        raise NotImplementedError
 
 
 @frozen

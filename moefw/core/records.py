@@ -124,7 +124,8 @@ class Canonical:
     """A parameter, or its piece ``parameter[index]``, under a name that is the same in every layout.
 
     ``shard`` is the part of the named tensor that this rank holds; None: all of it. ``holders``: the positions on pp
-    that hold copies, which other tokens' gradients reach; empty: this one alone.
+    that hold copies, which other tokens' gradients reach; empty: this one alone. ``adapter_std``: of a parameter of an
+    adapter, which no folder of weights has, the standard deviation of its initial values; None: it is of the model.
     """
 
     name: str
@@ -132,10 +133,40 @@ class Canonical:
     index: tuple[Any, ...] = ()
     shard: Shard | None = None
     holders: tuple[int, ...] = ()
+    adapter_std: float | None = None
+
+    @property
+    def of_adapter(self) -> bool:
+        """Whether it belongs to an adapter."""
+        return self.adapter_std is not None
 
     def of(self, like: Tensor) -> Tensor:
         """This piece of a tensor with the parameter's shape: the parameter, its gradient or its moments."""
         return like[self.index] if self.index else like
+
+
+@frozen(kw_only=True)
+class AdaptedWeight:
+    """A weight beside which an adapter may train, as this rank holds it: of one matrix, or of a stack for experts.
+
+    ``name``: its name in its layer, such as ``attention.q_proj`` or ``moe.experts.gate_up_proj``. ``shape``: ``(O, I)``
+    of this rank's part of one matrix; ``shard``: which part that is, of its outputs (dim 0) or of its inputs (dim 1);
+    None: all of it. ``experts``: the numbers of the experts that have such a matrix; None: it belongs to no expert.
+    ``outputs``: where the outputs of several weights of a model lie in one matrix, such as those of gate and up, by
+    name. ``computed``: the only outputs that are computed here; None: all.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    shard: Shard | None = None
+    experts: range | None = None
+    outputs: Mapping[str, slice] | None = None
+    computed: slice | None = None
+
+    @property
+    def leaf(self) -> str:
+        """The last part of its name."""
+        return self.name.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

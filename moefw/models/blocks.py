@@ -94,7 +94,10 @@ class DenseBlock(Block):
 
     def __init__(self, options: Sizes, context: BuildContext, tp: TensorParallel, attention: nn.Module) -> None:
         recipe = context.recipe("mlp")
-        mlp = context.unit(SwiGLU(options.dim, options.dense_dim, recipe, tp, options.activation), recipe)
+        mlp = context.unit(
+            SwiGLU(options.dim, options.dense_dim, recipe, tp, options.activation, adapted=("mlp", context.adapter)),
+            recipe,
+        )
         super().__init__(options, context, attention=attention, mlp=mlp)
         self._mlp = context.region("dense_mlp", mlp.__call__)
         self.phases = context.layer((Phase(self.transform, name="transform", layer=self.number),))

@@ -11,14 +11,17 @@ from moefw.core.contracts import Precision
 from moefw.core.site import Activation
 from moefw.core.stages import Batch
 from moefw.runtime.compute.product import SharedInput
-from moefw.runtime.modules import Linear, RowParallelLinear
+from moefw.runtime.modules import Adapted, Linear, RowParallelLinear
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw_kernels.swiglu import swiglu
 
 
 @final
 class SwiGLU(nn.Module):
-    """``W2 act(W1 x, W3 x)``: a dense MLP or a shared expert, its hidden dim split over the ranks of tp."""
+    """``W2 act(W1 x, W3 x)``: a dense MLP or a shared expert, its hidden dim split over the ranks of tp.
+
+    ``adapted``: its name in its layer, and what has the adapters of its weights.
+    """
 
     def __init__(
         self,
@@ -27,14 +30,20 @@ class SwiGLU(nn.Module):
         precision: Precision,
         tp: TensorParallel,
         activation: Activation = Activation(),  # noqa: B008
+        *,
+        adapted: Adapted | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.clamp = activation.clamp
         gate, up, down = (precision.at(f"{name}_proj", groups=1) for name in ("gate", "up", "down"))
-        self.gate_proj = Linear(dim, hidden_dim, gate, shard=tp.shard(0))
-        self.up_proj = Linear(dim, hidden_dim, up, shard=tp.shard(0))
-        self.down_proj = RowParallelLinear(hidden_dim, dim, down, tp)
+
+        def named(weight: str) -> Adapted | None:
+            return None if adapted is None else (f"{adapted[0]}.{weight}", adapted[1])
+
+        self.gate_proj = Linear(dim, hidden_dim, gate, shard=tp.shard(0), adapted=named("gate_proj"))
+        self.up_proj = Linear(dim, hidden_dim, up, shard=tp.shard(0), adapted=named("up_proj"))
+        self.down_proj = RowParallelLinear(hidden_dim, dim, down, tp, adapted=named("down_proj"))
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         """``(t, D)`` for this rank's part of the tokens of ``batch``."""

@@ -318,7 +318,14 @@ class Transformer(nn.Module):
         shared_expert = None
         if options.shared_expert_dim:
             precision = context.at(layer).recipe("moe.shared_expert")
-            mlp = SwiGLU(options.dim, options.shared_expert_dim, precision, self.tp, options.activation)
+            mlp = SwiGLU(
+                options.dim,
+                options.shared_expert_dim,
+                precision,
+                self.tp,
+                options.activation,
+                adapted=("moe.shared_expert", context.at(layer).adapter),
+            )
             module = GatedSharedExpert(mlp, options.dim) if options.shared_expert_gate else mlp
             shared_expert = context.at(layer).unit(module, precision)
         moe: MoELayer = context.moe_layer(layer, shared_expert=shared_expert)

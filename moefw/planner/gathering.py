@@ -23,7 +23,7 @@ from moefw.runtime.accounting import done_for_step, made_for_step
 from moefw.runtime.compute.primary_weights import GatheredWeight
 from moefw.runtime.compute.weights import StepWeights
 from moefw.runtime.memory.dropped import in_backward
-from moefw.runtime.parallel.local_shards import even_dim
+from moefw.runtime.parallel.local_shards import even_dim, may_be_codes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -106,7 +106,7 @@ class Gathering:
             for key, parameter in [*owner.named_parameters(recurse=False)]:
                 if parameter in apart or parameter in self.shards:
                     continue
-                codec_of_matrix = codec if parameter.ndim > 1 and parameter.requires_grad else None
+                codec_of_matrix = codec if may_be_codes(owner, parameter) else None
                 if codec_of_matrix is not None:
                     full_name = ".".join(filter(None, (name, path, key)))
                     codec_of_matrix.require(full_name, parameter.shape, unit.shards)

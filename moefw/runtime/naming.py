@@ -107,7 +107,8 @@ def initialise(model: nn.Module, *, seed: int, std: Callable[[str], float | None
     for parameter, pieces in by_parameter(model):
         with all_of(parameter) as values:
             for piece in pieces:
-                _draw(piece, piece.of(values), seed, std(piece.name))
+                deviation = piece.adapter_std if piece.of_adapter else std(piece.name)
+                _draw(piece, piece.of(values), seed, deviation)
 
 
 def _draw(piece: Canonical, target: Tensor, seed: int, deviation: float | None) -> None:

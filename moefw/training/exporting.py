@@ -52,7 +52,7 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
     family: str = config["model_type"]
     with way_out(checkpoint):
         manifest = read_manifest(checkpoint)
-        require_same_base(checkpoint, manifest.origin.base, base_of(assembly.spec.train, None))
+        require_same_base(checkpoint, manifest.origin.base, base_of(assembly, None))
         files = opened(checkpoint, manifest)
     frozen = _Frozen(assembly)
     shapes = {name: manifest.tensors[name].shape for name in _exported(manifest)} | frozen.shapes
@@ -157,10 +157,9 @@ class _Frozen:
     def __init__(self, assembly: Assembly) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         """The shape of each, by its name in a checkpoint."""
-        train = assembly.spec.train
-        if not train.freeze:
+        if not assembly.frozen:
             return
-        base = Path(train.weights or "")
+        base = Path(assembly.spec.train.weights or "")
         self._folder = Folder(base)
         model = on_meta(assembly)
         rules = family_of(read_config(base), base).rules

@@ -30,7 +30,7 @@ def open_trained(assembly: Assembly) -> Iterator[tuple[Session, int]]:
     run_dir = Path(assembly.spec.run.dir)
     candidates(run_dir, "last")
     with open_session(assembly, Place(0, 1, 0, 1)) as session:
-        base = checkpoint.base_of(assembly.spec.train, None)
+        base = checkpoint.base_of(assembly, None)
         step, folder = _load_last(run_dir, session, base)
         if base is not None:
             read_weights(session.model, Path(base.folder), assembly, None, frozen_alone=True)

@@ -112,7 +112,7 @@ class Trainer:
         self.files = RunFiles(spec.on_full_disk, partial(say, self.console), self._full_disk)
         self.ledger = ledger and session.leads and is_gpu(session.device)
         self.host_group = session.layout.host_group()
-        self.base = checkpoint.base_of(spec, session.layout)
+        self.base = checkpoint.base_of(session.assembly, session.layout)
         self.saved = Path()
         self.resumes = resume is not None
         self.notes: list[str] = []

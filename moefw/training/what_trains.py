@@ -57,10 +57,10 @@ def parameters_of(session: Session) -> Parameters:
 
 def require_sensible_freeze(session: Session) -> None:
     """Raise SpecError on every rank if a pattern of ``train.freeze`` names nothing, or nothing trains. Collective."""
-    patterns = session.assembly.spec.train.freeze
+    patterns = session.assembly.frozen
     if not patterns:
         return
-    names = [piece.name for piece in canonical_parameters(session.model)]
+    names = [piece.name for piece in canonical_parameters(session.model) if not piece.of_adapter]
     trains = any(parameter.requires_grad for parameter in session.model.parameters())
     own = [[any(matches(name, [pattern]) for name in names) for pattern in patterns], trains]
     answers = everywhere(own, session.layout.host_group())

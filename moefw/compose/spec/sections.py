@@ -25,6 +25,7 @@ class TrainSpec:
     freeze: tuple[str, ...] = ()
     """Names of weights that stay those of ``weights``, as patterns: ``layers.*.moe.experts.*``, ``embed.weight``.
 
+    With an ``adapter``, all weights are frozen unless some are named here, and adapters always train.
     ``*`` stands for any characters. A frozen weight has no gradient, no decay and no optimizer state, is held in the
     dtype of its folder, and is not part of checkpoints, which name the folder instead.
     """
@@ -153,6 +154,7 @@ class Spec:
     precision: Choice = chosen("precision")
     memory: tuple[Choice, ...] = chosen("memory_policy", default=())
     """Policies for what regions save for backward, and for optimizer states; empty: all is kept as it is."""
+    adapter: Choice = chosen("adapter")
     parallel: Choice = chosen("layout")
     pipeline: Choice = chosen("pipeline")
     data: Choice = chosen("data_source")

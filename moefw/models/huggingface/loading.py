@@ -80,7 +80,7 @@ def fill(
     """
     with folder.reading(group) as read:
         for parameter, pieces in by_parameter(model):
-            if frozen_alone and parameter.requires_grad:
+            if pieces[0].of_adapter or (frozen_alone and parameter.requires_grad):
                 continue
             with all_of(parameter) as values:
                 for piece in pieces:
@@ -91,10 +91,12 @@ def fill(
 
 
 def wanted(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield every tensor of this rank by name, with its whole shape."""
+    """Yield every tensor of this rank that a folder has by name, with its whole shape: not those of adapters."""
     for parameter, pieces in by_parameter(model):
         empty = torch.empty(parameter.shape, device="meta")
         for piece in pieces:
+            if piece.of_adapter:
+                continue
             part = piece.of(empty)
             yield piece.name, tuple(piece.shard.whole(part.shape) if piece.shard else part.shape)
     yield from ((name, tuple(state.shape)) for name, state in router_states(model))

@@ -38,11 +38,16 @@ class Heads(moefw.AttentionPlugin):
         """Regions inside the attention. All may be kept, recomputed or offloaded."""
         raise NotImplementedError
 
+    def projections(self) -> tuple[str, ...]:
+        """Projections, whose weights may have adapters."""
+        raise NotImplementedError
+
     def offers(self, site: Site) -> moefw.Offers:
         """Offer the regions inside the attention, and GEMMs that all recipes can serve."""
         mechanisms = ("keep", "recompute", "offload")
         return moefw.offers(
             region=tuple((region, mechanism) for region in self.regions() for mechanism in mechanisms),
+            adapter=tuple(f"attention.{name}" for name in self.projections()),
             core=(self.kernel,),
             heads=(self.num_heads,),
             by_pass=True,

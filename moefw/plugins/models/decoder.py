@@ -63,8 +63,12 @@ class Decoder(Sizes, ModelPlugin):
         treated = [(region, mechanism) for region in regions for mechanism in ("keep", "recompute", "offload")]
         if self.moe_layers():
             treated += [("dispatch", "keep"), ("dispatch", "recompute")]
+        mlps = ["mlp"] if self.has_dense_layers else []
+        if self.moe_layers() and self.shared_expert_dim:
+            mlps += ["moe.shared_expert"]
         return moefw.offers(
             region=tuple(treated),
+            adapter=tuple(f"{mlp}.{name}_proj" for mlp in mlps for name in ("gate", "up", "down")),
             split=("pp", "cp", "tp"),
             token_ids=(self.vocab_size,),
             by_pass=True,

@@ -6,6 +6,7 @@ tensor                                     copies over         split over
 dense parameter                            dp, cp, tp          nothing
 dense parameter that tp splits             dp, cp              tp
 parameter of routed experts                edp                 ep (expert by expert), and etp where it splits them
+half of an adapter of them, not split      edp, etp            ep (expert by expert)
 state of a dense module                    dp, cp, tp          nothing
 state of routed experts                    edp, etp            ep
 =========================================  ==================  ===================================================
@@ -58,11 +59,12 @@ class Holding:
     def copied_over(self) -> tuple[str, ...]:
         """Axes whose ranks hold copies, or shards of copies, with different tokens.
 
-        tp holds copies of dense parameters that it does not split: each rank applies them to its part of the tokens.
+        tp holds copies of dense parameters that it does not split: each rank applies them to its part of the tokens, or
+        to its part of the outputs. So does etp, where it splits experts, with the other half of an adapter.
         """
-        if self.side == "experts" or self.split_axis == "tp":
-            return COPIES[self.side]
-        return STAGE
+        if self.side == "experts":
+            return COPIES["experts"] if self.split_axis else STATE_HOLDERS["experts"]
+        return COPIES["dense"] if self.split_axis else STAGE
 
     def summed_over(self, layout: Layout) -> tuple[str, ...]:
         """Axes over which gradients remain to be summed after FSDP, which sums over ``COPIES`` when it reduces."""

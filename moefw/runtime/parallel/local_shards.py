@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moefw.core.contracts import Adapter, StackedAdapter
 from moefw.runtime.compute.primary_weights import Master
 
 if TYPE_CHECKING:
@@ -71,6 +72,14 @@ def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
     meta = spec.tensor_meta
     assert meta is not None
     return DTensor(values, replace(spec, tensor_meta=meta._replace(dtype=values.dtype)), requires_grad=False)
+
+
+def may_be_codes(owner: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether a parameter may be gathered as codes of a recipe: a matrix that trains, and not one of an adapter.
+
+    Vectors stay as they are, and so do frozen matrices, which have no master. Halves of adapters are small.
+    """
+    return parameter.ndim > 1 and parameter.requires_grad and not isinstance(owner, Adapter | StackedAdapter)
 
 
 def even_dim(shape: Sequence[int], count: int) -> int:

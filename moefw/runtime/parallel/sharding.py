@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side
 from moefw.runtime.compute.primary_weights import Master
-from moefw.runtime.parallel.local_shards import even_dim
+from moefw.runtime.parallel.local_shards import even_dim, may_be_codes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -138,13 +138,10 @@ def reduce_pass(model: nn.Module) -> None:
 
 
 def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int) -> None:
-    """Replace the matrices of a unit, single or stacked, by masters with ``codec``.
-
-    Vectors stay as they are, and so do frozen matrices, which have no master.
-    """
+    """Replace the matrices of a unit that may be codes, single or stacked, by masters with ``codec``."""
     for path, module in unit.named_modules():
         for key, parameter in [*module.named_parameters(recurse=False)]:
-            if parameter.ndim > 1 and parameter.requires_grad:
+            if may_be_codes(module, parameter):
                 full_name = ".".join(filter(None, (name, path, key)))
                 codec.require(full_name, parameter.shape, shards)
                 module.register_parameter(key, nn.Parameter(Master(parameter.detach(), codec)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from moefw.compose.spec.sections import TrainSpec
+from moefw.compose.assembly import Assembly
 from moefw.core.contracts import Layout
 from moefw.core.errors import CheckpointError, MoefwError, os_reason
 from moefw.runtime.communication.agreement import everywhere, raise_together
@@ -18,15 +18,16 @@ from moefw.training.checkpoint.manifest import Base
 CONFIG = "config.json"
 
 
-def base_of(train: TrainSpec, layout: Layout | None) -> Base | None:
+def base_of(assembly: Assembly, layout: Layout | None) -> Base | None:
     """Base of a run, its files hashed by all ranks of ``layout`` in turn; None: nothing is frozen. Collective.
 
     ``layout`` None: this process is alone. Raises CheckpointError on all ranks if one of them cannot read a file.
     """
-    if not train.freeze:
+    weights = assembly.spec.train.weights
+    if not assembly.frozen:
         return None
-    assert train.weights is not None, "a spec that freezes weights names their folder"
-    folder = Path(train.weights)
+    assert weights is not None, "a spec that freezes weights names their folder"
+    folder = Path(weights)
     rank, world = (0, 1) if layout is None else (layout.rank, layout.plan.world)
     group = None if layout is None else layout.host_group()
     hashes: list[tuple[str, str]] = []
@@ -41,7 +42,7 @@ def base_of(train: TrainSpec, layout: Layout | None) -> Base | None:
         problem = CheckpointError(what, "Frozen weights are not in checkpoints: bring the folder back.")
     raise_together(problem, group)
     files = sorted((str(name), str(digest)) for own in everywhere(hashes, group) for name, digest in own)
-    return Base(folder=str(folder), freeze=train.freeze, files=tuple(files))
+    return Base(folder=str(folder), freeze=assembly.frozen, files=tuple(files))
 
 
 def require_same_base(checkpoint: Path, saved: Base | None, here: Base | None) -> None:

@@ -73,10 +73,12 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
         queries = options.num_heads * width
         keys = options.num_kv_heads * width
         into_q, into_k, into_v, out_of = (precision.at(f"{name}_proj", groups=1) for name in "qkvo")
-        self.q_proj = Linear(dim, queries, into_q, shard=self.tp.shard(0), bias=options.qkv_bias)
-        self.k_proj = Linear(dim, keys, into_k, shard=kv_shard, rows=kv_rows, bias=options.qkv_bias)
-        self.v_proj = Linear(dim, keys, into_v, shard=kv_shard, rows=kv_rows, bias=options.qkv_bias)
-        self.o_proj = RowParallelLinear(queries, dim, out_of, self.tp, bias=options.out_bias)
+        q, k, v, o = ((f"attention.{name}_proj", context.adapter) for name in "qkvo")
+        qkv_bias = options.qkv_bias
+        self.q_proj = Linear(dim, queries, into_q, shard=self.tp.shard(0), bias=qkv_bias, adapted=q)
+        self.k_proj = Linear(dim, keys, into_k, shard=kv_shard, rows=kv_rows, bias=qkv_bias, adapted=k)
+        self.v_proj = Linear(dim, keys, into_v, shard=kv_shard, rows=kv_rows, bias=qkv_bias, adapted=v)
+        self.o_proj = RowParallelLinear(queries, dim, out_of, self.tp, bias=options.out_bias, adapted=o)
         self.q_norm = self._norm(queries, self.tp.shard(0))
         self.k_norm = self._norm(keys, kv_shard)
         self.sinks = Sinks(options.num_heads, self.tp.shard(0)) if options.sinks else None

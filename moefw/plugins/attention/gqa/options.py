@@ -41,6 +41,10 @@ class Options(Heads):
         """Regions inside the attention."""
         return "qkv", "core_attn", "attn_proj"
 
+    def projections(self) -> tuple[str, ...]:
+        """Projections, whose weights may have adapters."""
+        return "q_proj", "k_proj", "v_proj", "o_proj"
+
     def window_at(self, layer: int) -> int | None:
         """Window of a layer."""
         return None if layer in self.full_layers else self.window

@@ -15,7 +15,7 @@ from moefw.runtime.attention.attend import behind
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.attention.rope import Table, rope_table, rotate
 from moefw.runtime.compute.product import SharedInput
-from moefw.runtime.modules import Linear, RMSNorm, RowParallelLinear, in_heads
+from moefw.runtime.modules import Adapted, Linear, RMSNorm, RowParallelLinear, in_heads
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
 Kept = tuple[Tensor, ...]
@@ -37,18 +37,24 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         into_q, into_kv, up_q, up_kv, out_of = (
             precision.at(f"{name}_proj", groups=1) for name in ("q_a", "kv_a", "q_b", "kv_b", "o")
         )
+
+        def adapted(name: str) -> Adapted:
+            return f"attention.{name}", context.adapter
+
         self.q_proj: Linear | None = None
         if options.q_rank is None:
-            self.q_proj = Linear(dim, queries, up_q, shard=heads)
+            self.q_proj = Linear(dim, queries, up_q, shard=heads, adapted=adapted("q_proj"))
         else:
-            self.q_a_proj = Linear(dim, options.q_rank, into_q, bias=options.in_bias)
+            self.q_a_proj = Linear(dim, options.q_rank, into_q, bias=options.in_bias, adapted=adapted("q_a_proj"))
             self.q_a_norm = RMSNorm(options.q_rank, options.norm_eps)
-            self.q_b_proj = Linear(options.q_rank, queries, up_q, shard=heads)
-        self.kv_a_proj = Linear(dim, options.kv_rank + options.rope_dim, into_kv, bias=options.in_bias)
+            self.q_b_proj = Linear(options.q_rank, queries, up_q, shard=heads, adapted=adapted("q_b_proj"))
+        latents = options.kv_rank + options.rope_dim
+        self.kv_a_proj = Linear(dim, latents, into_kv, bias=options.in_bias, adapted=adapted("kv_a_proj"))
         self.kv_a_norm = RMSNorm(options.kv_rank, options.norm_eps)
         keys_and_values = options.num_heads * (options.nope_dim + options.v_dim)
-        self.kv_b_proj = Linear(options.kv_rank, keys_and_values, up_kv, shard=heads)
-        self.o_proj = RowParallelLinear(options.num_heads * options.v_dim, dim, out_of, self.tp, bias=options.out_bias)
+        self.kv_b_proj = Linear(options.kv_rank, keys_and_values, up_kv, shard=heads, adapted=adapted("kv_b_proj"))
+        values = options.num_heads * options.v_dim
+        self.o_proj = RowParallelLinear(values, dim, out_of, self.tp, bias=options.out_bias, adapted=adapted("o_proj"))
         self._attend = context.core(options.attend())
         self._down = context.region("mla_down_proj", self._mla_down_proj)
         self._up = context.region("mla_up_proj", self._mla_up_proj)

@@ -43,6 +43,11 @@ class Options(Heads):
         """Regions inside the attention."""
         return "mla_down_proj", "mla_up_proj", "core_attn", "attn_proj"
 
+    def projections(self) -> tuple[str, ...]:
+        """Projections, whose weights may have adapters."""
+        queries = ("q_proj",) if self.q_rank is None else ("q_a_proj", "q_b_proj")
+        return (*queries, "kv_a_proj", "kv_b_proj", "o_proj")
+
     def check(self, site: Site) -> Sequence[Iterator[moefw.Problem]]:
         """Check that RoPE has pairs to rotate."""
         return [check_rope(self.rope, self.rope_dim, "rope_dim")]

@@ -35,6 +35,7 @@ class Grouped(GemmPlugin):
         return moefw.offers(
             region=(*regions, ("expert_fc1", "recompute"), ("experts", "stash"), ("moe_act", "recompute")),
             formula=("swiglu", "clamped_swiglu", "bias"),
+            adapter=("moe.experts.gate_up_proj", "moe.experts.down_proj"),
             by_pass=True,
             named_products=True,
             activations_kept=True,

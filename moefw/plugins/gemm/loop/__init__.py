@@ -25,6 +25,7 @@ class Loop(GemmPlugin):
         return moefw.offers(
             region=(*held, ("expert_fc1", "recompute"), ("moe_act", "recompute")),
             formula=("swiglu", "clamped_swiglu", "bias"),
+            adapter=("moe.experts.gate_up_proj", "moe.experts.down_proj"),
             by_pass=True,
             named_products=True,
             activations_kept=True,

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moefw.core.contracts import ExpertGemm, Precision
-from moefw.core.records import Canonical, RowGroups
+from moefw.core.records import AdaptedWeight, Canonical, RowGroups
 from moefw.core.stages import ExpertBatch
 from moefw.runtime.compute.group_bias import widened
 from moefw.runtime.compute.product import keep_activation, linear, separate
@@ -43,6 +44,12 @@ class LoopExperts(nn.Module, ExpertGemm):
         self.gate_up_bias = nn.ParameterList(torch.empty(2 * f) for _ in biased)
         self.down_bias = nn.ParameterList(torch.empty(d // parts) for _ in biased)
         self.clamp = dims.activation.clamp
+        into, out_of = self.shards
+        gate_and_up = {"gate_proj": slice(0, f), "up_proj": slice(f, 2 * f)}
+        self.gate_up_adapters = _adapters(
+            context, AdaptedWeight(name="moe.experts.gate_up_proj", shape=(2 * f, d), shard=into, outputs=gate_and_up)
+        )
+        self.down_adapters = _adapters(context, AdaptedWeight(name="moe.experts.down_proj", shape=(d, f), shard=out_of))
         self._fc1 = context.region("expert_fc1", self._project_in)
         self._activate = context.region("moe_act", _activate)
         self._fc2 = context.region("expert_fc2", self._project_out)
@@ -64,21 +71,27 @@ class LoopExperts(nn.Module, ExpertGemm):
 
     def _project_in(self, expert: int, x_RD: Tensor, keys_R: Tensor | None) -> Tensor:
         """Pre-activation ``(R, 2F)`` of one expert's rows: gate, then up."""
-        h_RH = linear(x_RD, self.gate_up[expert], self.into[expert], RowGroups(keys_R=keys_R))
+        rows = RowGroups(keys_R=keys_R)
+        h_RH = linear(x_RD, self.gate_up[expert], self.into[expert], rows)
+        if self.gate_up_adapters:
+            h_RH = self.gate_up_adapters[expert](x_RD, h_RH, self.gate_up[expert], rows)
         if self.gate_up_bias:
             h_RH = h_RH + self.gate_up_bias[expert].to(h_RH.dtype)
         return h_RH
 
     def _project_out(self, expert: int, a_RF: Tensor, weights_R: Tensor, keys_R: Tensor | None) -> Tensor:
         """Results ``(R, D)`` of one expert; its bias too is multiplied by the weights."""
-        out_RD = linear(a_RF, self.down[expert], self.out_of[expert], RowGroups(keys_R=keys_R))
+        rows = RowGroups(keys_R=keys_R)
+        out_RD = linear(a_RF, self.down[expert], self.out_of[expert], rows)
+        if self.down_adapters:
+            out_RD = self.down_adapters[expert](a_RF, out_RD, self.down[expert], rows)
         if not self.down_bias:
             return out_RD
         bias = widened(self.down_bias[expert], self.shards[0])
         return out_RD + (weights_R.unsqueeze(1) * bias).to(out_RD.dtype)
 
     def canonical(self) -> Iterator[Canonical]:
-        """Yield each expert's parameters."""
+        """Yield each expert's parameters, and those of adapters."""
         into, out_of = self.shards
         for local, expert in enumerate(self.numbers):
             f = self.down[local].shape[1]
@@ -89,6 +102,16 @@ class LoopExperts(nn.Module, ExpertGemm):
             yield Canonical(f"{expert}.down_proj.weight", self.down[local], shard=out_of)
             if self.down_bias:
                 yield Canonical(f"{expert}.down_proj.bias", self.down_bias[local], shard=into)
+        adapters: Any = (*self.gate_up_adapters, *self.down_adapters)
+        for adapter in adapters:
+            yield from adapter.canonical()
+
+
+def _adapters(context: BuildContext, weight: AdaptedWeight) -> nn.ModuleList:
+    """Adapter of the weight of each expert on this rank; empty: they have none."""
+    one_by_one = (range(expert, expert + 1) for expert in context.local_experts)
+    adapters = [context.adapter(evolve(weight, experts=one)) for one in one_by_one]
+    return nn.ModuleList(adapter for adapter in adapters if adapter is not None)
 
 
 def _activate(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None, recipe: Precision) -> Tensor:

@@ -1,0 +1,1 @@
+"""Built-in adapters: what trains beside weights that stay as they are."""

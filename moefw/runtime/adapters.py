@@ -1,0 +1,115 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): beside a weight W, two halves A and B, ``y = x W^T + scale (x A^T) B^T``.
+
+The halves are fp32 and train; B is zero at first. Where ranks split W, each has the part of one half that belongs to
+its part of W, and all of the other half. What it computes from that is a part of a sum, or of the outputs, and so is
+the gradient of the whole half, which is summed over these ranks as that of any parameter of which they hold copies
+(:mod:`moefw.runtime.parallel.holders`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from moefw.core.contracts import Adapter, Precision, StackedAdapter
+from moefw.core.records import AdaptedWeight, Canonical, RowGroups, Shard
+from moefw.runtime.compute.product import linear
+
+LORA_A = "lora_A"
+LORA_B = "lora_B"
+
+
+class LowRank(nn.Module, Adapter):
+    """Adapter of one matrix: ``a`` ``(rank, I)`` and ``b`` ``(O, rank)``, fp32.
+
+    ``precision``: the recipe of the products with both.
+    """
+
+    def __init__(self, weight: AdaptedWeight, *, rank: int, scale: float, precision: Precision) -> None:
+        super().__init__()
+        out_dim, in_dim = weight.shape
+        self.weight = weight
+        self.scale = scale
+        self.precision = precision
+        self.a = nn.Parameter(torch.empty(rank, in_dim))
+        self.b = nn.Parameter(torch.empty(out_dim, rank))
+
+    def forward(self, x: Tensor, out: Tensor, weight: Tensor, rows: RowGroups | None = None) -> Tensor:
+        """``out + scale (x A^T) B^T``, ``(..., O)``."""
+        return out + self.delta(x, rows)
+
+    def delta(self, x: Tensor, rows: RowGroups | None) -> Tensor:
+        """``scale (x A^T) B^T``, ``(..., O)``, of ``x`` ``(..., I)``."""
+        low = linear(x, self.a, self.precision, rows) * self.scale
+        b = self.b if self.weight.computed is None else self.b[self.weight.computed]
+        return linear(low, b, self.precision, rows)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """``W + scale B A``."""
+        return weight + self.scale * (self.b @ self.a)
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield ``lora_A`` (rank, I) and ``lora_B`` (O, rank)."""
+        if self.weight.experts is None:
+            yield _canonical_a(LORA_A, self.a, self.weight)
+            yield _canonical_b(LORA_B, self.b, self.weight)
+        else:
+            (expert,) = self.weight.experts
+            yield from _of_expert(expert, self.a, self.b, self.weight)
+
+
+@final
+class LowRankStack(nn.Module, StackedAdapter):
+    """Adapters of a matrix of each expert: ``a`` ``(e, rank, I)`` and ``b`` ``(e, O, rank)``, fp32."""
+
+    def __init__(self, weight: AdaptedWeight, *, rank: int, scale: float, precision: Precision) -> None:
+        super().__init__()
+        assert weight.experts is not None, "a stack is of experts"
+        out_dim, in_dim = weight.shape
+        experts = len(weight.experts)
+        self.weight = weight
+        self.scale = scale
+        self.precision = precision
+        self.a = nn.Parameter(torch.empty(experts, rank, in_dim))
+        self.b = nn.Parameter(torch.empty(experts, out_dim, rank))
+
+    def merged(self, weight: Tensor, expert: int) -> Tensor:
+        """``W + scale B A`` of an expert."""
+        assert self.weight.experts is not None
+        local = self.weight.experts.index(expert)
+        return weight + self.scale * (self.b[local] @ self.a[local])
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield ``{e}.{weight}.lora_A`` (rank, I) and, of each of the outputs, ``{e}.{output}.lora_B`` (O, rank)."""
+        for local, expert in enumerate(self.weight.experts or ()):
+            yield from _of_expert(expert, self.a, self.b, self.weight, (local,))
+
+
+def _of_expert(
+    expert: int, a: nn.Parameter, b: nn.Parameter, weight: AdaptedWeight, at: tuple[int, ...] = ()
+) -> Iterator[Canonical]:
+    """Yield the halves of an expert, ``a[at]`` and ``b[at]``: A, and B of each output that lies in the weight."""
+    yield _canonical_a(f"{expert}.{weight.leaf}.{LORA_A}", a, weight, at)
+    outputs: Mapping[str, slice] = weight.outputs or {weight.leaf: slice(None)}
+    for name, rows in outputs.items():
+        yield _canonical_b(f"{expert}.{name}.{LORA_B}", b, weight, (*at, rows))
+
+
+def _canonical_a(name: str, a: nn.Parameter, weight: AdaptedWeight, index: tuple[Any, ...] = ()) -> Canonical:
+    """A, which has the inputs of the weight. It begins with the variance of PEFT's, ``1 / (3 I)``."""
+    shard = _shard(weight, dim=1)
+    in_dim = a.shape[-1] * (shard.count if shard else 1)
+    return Canonical(name, a, index, shard, adapter_std=(3 * in_dim) ** -0.5)
+
+
+def _canonical_b(name: str, b: nn.Parameter, weight: AdaptedWeight, index: tuple[Any, ...] = ()) -> Canonical:
+    """B, which has the outputs of the weight."""
+    return Canonical(name, b, index, _shard(weight, dim=0), adapter_std=0.0)
+
+
+def _shard(weight: AdaptedWeight, *, dim: int) -> Shard | None:
+    """Part of a half that this rank has: that of the weight, if it is split along the dimension that they share."""
+    return weight.shard if weight.shard is not None and weight.shard.dim == dim else None

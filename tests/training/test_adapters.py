@@ -1,0 +1,151 @@
+"""Adapters train beside frozen weights, and have the gradients of a model into which they are merged.
+
+What other systems got silently wrong stands in the names of the tests: halves of adapters that ranks of etp, edp or tp do
+not sum, gate and up in another order, experts that stay as they are while the log says that adapters are on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from test_freeze import LAYOUTS, NOWHERE, WAYS, assert_alike, drawn, gradients
+from torch import Tensor, nn
+
+from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.optimizer import build_optimizer
+from moefw.runtime.naming import canonical_parameters, draw, initialise
+from moefw.testing.pool import RankPool
+from moefw.testing.training import SMALL, short_run
+from moefw.training.engine import Engine
+from pairwise import deep, quick
+from resolved_specs import resolved
+
+LORA = {"use": "lora", "rank": 8, "alpha": 4.0}
+SCALE = 0.5
+OVER_A_FOLDER = {"weights": NOWHERE}
+
+
+def tree(adapter: Mapping[str, Any] | None, **parts: Any) -> dict[str, Any]:
+    """A small model with adapters, or without them."""
+    model = {**SMALL["model"], "vocab_size": 256, "init_std": 0.1, "num_layers": 2, **parts.pop("model", {})}
+    adapted = {} if adapter is None else {"adapter": adapter}
+    over = {} if adapter is None else OVER_A_FOLDER
+    train = {**SMALL["train"], "tokens_per_step": 128, "clip_norm": None, **over, **parts.pop("train", {})}
+    return {**SMALL, "model": model, "train": train, **adapted, **parts}
+
+
+def opened(adapter: Mapping[str, Any] | None, **parts: Any) -> tuple[nn.Module, Engine]:
+    """A model whose weights bf16 holds, and its engine. Both halves of adapters are random."""
+    assembly = resolved(json.dumps(tree(adapter, **parts)))
+    layout = open_layout(assembly, "cpu")
+    device = torch.device("cpu")
+    model = build_model(assembly, layout, device, Shared())
+    initialise(model, seed=0, std=lambda _: 0.2)
+    with torch.no_grad():
+        for piece in canonical_parameters(model):
+            values = piece.of(piece.parameter)
+            values.copy_(draw(piece.name, values.shape, 0.1, seed=1) if piece.of_adapter else values.bfloat16())
+    optimizer = build_optimizer(assembly, model, layout, device, Shared())
+    return model.train(), Engine.of(model, optimizer, layout, assembly.spec.train)
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {piece.name: piece.of(piece.parameter.detach()).float().clone() for piece in canonical_parameters(model)}
+
+
+def halves_of(name: str, named: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Names of A and B of a weight; None: it has none."""
+    stem = name.removesuffix(".weight")
+    shared = stem.replace("gate_proj", "gate_up_proj").replace("up_proj", "up_proj")
+    if ".experts." in stem:
+        shared = stem.replace(".gate_proj", ".gate_up_proj").replace(".up_proj", ".gate_up_proj")
+    else:
+        shared = stem
+    a, b = f"{shared}.lora_A", f"{stem}.lora_B"
+    return (a, b) if b in named else None
+
+
+def merge_into(plain: nn.Module, adapted: Mapping[str, Tensor]) -> None:
+    """Give a model without adapters the weights of one with them, merged."""
+    with torch.no_grad():
+        for piece in canonical_parameters(plain):
+            merged = adapted[piece.name].clone()
+            halves = halves_of(piece.name, adapted)
+            if halves is not None:
+                a, b = halves
+                merged += SCALE * adapted[b] @ adapted[a]
+            piece.of(piece.parameter).copy_(merged)
+
+
+def gradients_of_halves(of_weights: Mapping[str, Tensor], adapted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of adapters, given those of the merged weights: dA = s B^T dW, dB = s dW A^T."""
+    found: dict[str, Tensor] = {}
+    for name, grad in of_weights.items():
+        halves = halves_of(name, adapted)
+        if halves is not None:
+            a, b = halves
+            found[a] = found.get(a, 0.0) + SCALE * adapted[b].T @ grad
+            found[b] = SCALE * grad @ adapted[a].T
+    return found
+
+
+def assert_gradients_are_those_of_the_merged_model(rtol: float, **parts: Any) -> None:
+    model, engine = opened(LORA, **parts)
+    plain, plain_engine = opened(None, **parts)
+    adapted = values_of(model)
+    merge_into(plain, adapted)
+    found = gradients(model, engine)
+    wanted = gradients_of_halves(gradients(plain, plain_engine), adapted)
+    assert found.keys() == wanted.keys() == {name for name in adapted if ".lora_" in name}
+    for name, grad in wanted.items():
+        error = (found[name] - grad).abs().max() / grad.abs().max()
+        assert error <= rtol, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    "way", quick(WAYS, "grouped", "loop", "grouped, delayed", "loop, delayed", "latents", "merged")
+)
+def test_gradients_are_those_of_the_merged_model(way: str) -> None:
+    rtol = 6e-2 if "precision" in WAYS[way] else 2e-5
+    assert_gradients_are_those_of_the_merged_model(rtol, **WAYS[way])
+
+
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "tp 2 and etp 2", "FSDP", "pp 2, weight gradients apart"))
+@pytest.mark.parametrize("gemm", ["grouped", *deep("loop")])
+def test_a_layout_changes_nothing(pool: RankPool, layout: str, gemm: str) -> None:
+    """Bridge#5231 and #5376: halves that are not summed over the ranks that have other rows or other outputs."""
+    parts = LAYOUTS[layout]
+    (alone,) = pool.run(short_run, 1, tree(LORA, gemm={"use": gemm}), 3)
+    runs = pool.run(short_run, 2, tree(LORA, gemm={"use": gemm}, **parts), 3)
+    assert_alike(runs, alone)
+    moved = [name for name in alone.last if not torch.equal(alone.last[name], alone.first[name])]
+    assert sorted(moved) == sorted(name for name in alone.last if ".lora_" in name)
+
+
+MORE_RANKS: dict[str, dict[str, Any]] = {
+    "etp 2 with edp 2": {"parallel": {"dense": {"tp": 2}, "experts": {"etp": 2}}},
+    "etp 2 with edp 2, sharded": {
+        "parallel": {"dense": {"tp": 2, "shard": "all"}, "experts": {"etp": 2, "shard": "all"}},
+    },
+    "tp 4, more than the heads of keys": {"parallel": {"dense": {"tp": 4}, "experts": {"ep": 4}}},
+}
+
+
+@pytest.mark.parametrize("layout", quick(MORE_RANKS, "etp 2 with edp 2, sharded"))
+def test_a_layout_of_four_ranks_changes_nothing(pool: RankPool, layout: str) -> None:
+    (alone,) = pool.run(short_run, 1, tree(LORA), 3)
+    assert_alike(pool.run(short_run, 4, tree(LORA, **MORE_RANKS[layout]), 3), alone)
+
+
+def test_a_model_with_new_adapters_computes_what_it_did_without_them() -> None:
+    model, _ = opened(LORA)
+    plain, _ = opened(None)
+    initialise(model, seed=0, std=lambda _: 0.2)
+    merge_into(plain, values_of(model))
+    batch = drawn()
+    with torch.no_grad():
+        assert torch.equal(model(batch).loss_sum, plain(batch).loss_sum)
