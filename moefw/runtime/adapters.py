@@ -8,32 +8,64 @@ the gradient of the whole half, which is summed over these ranks as that of any 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from moefw.core.contracts import Adapter, Precision, StackedAdapter
 from moefw.core.records import AdaptedWeight, Canonical, RowGroups, Shard
 from moefw.runtime.compute.product import linear
+from moefw_kernels.random import salted, uniform
 
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 
 
+@frozen(kw_only=True)
+class Dropout:
+    """Dropout of the inputs of an adapter: each value is 0 with probability ``rate``, else divided by ``1 - rate``.
+
+    Draws start from the keys of rows, so they are the same in every layout and when a region runs again. ``place``: the
+    name of the weight in the model; adapters of other weights draw other numbers.
+    """
+
+    rate: float
+    place: str
+
+    def of(self, x: Tensor, keys_R: Tensor, first: int) -> Tensor:
+        """``x`` ``(..., I)``, dropped out. ``first``: the number of its first column among those of all ranks."""
+        salt = int.from_bytes(hashlib.sha256(self.place.encode()).digest()[:8], "big")
+        drawn = uniform(salted(keys_R, salt), x.shape[-1], first=first)
+        kept = (drawn >= self.rate).view(x.shape)
+        return torch.where(kept, x / (1.0 - self.rate), 0.0)
+
+
 class LowRank(nn.Module, Adapter):
     """Adapter of one matrix: ``a`` ``(rank, I)`` and ``b`` ``(O, rank)``, fp32.
 
-    ``precision``: the recipe of the products with both.
+    ``precision``: the recipe of the products with both. ``dropout``: in training, of the inputs of A, where rows have
+    keys; None: none.
     """
 
-    def __init__(self, weight: AdaptedWeight, *, rank: int, scale: float, precision: Precision) -> None:
+    def __init__(
+        self,
+        weight: AdaptedWeight,
+        *,
+        rank: int,
+        scale: float,
+        precision: Precision,
+        dropout: Dropout | None = None,
+    ) -> None:
         super().__init__()
         out_dim, in_dim = weight.shape
         self.weight = weight
         self.scale = scale
         self.precision = precision
+        self.dropout = dropout
         self.a = nn.Parameter(torch.empty(rank, in_dim))
         self.b = nn.Parameter(torch.empty(out_dim, rank))
 
@@ -43,6 +75,9 @@ class LowRank(nn.Module, Adapter):
 
     def delta(self, x: Tensor, rows: RowGroups | None) -> Tensor:
         """``scale (x A^T) B^T``, ``(..., O)``, of ``x`` ``(..., I)``."""
+        if self.dropout is not None and self.training and rows is not None and rows.keys_R is not None:
+            shard = _shard(self.weight, dim=1)
+            x = self.dropout.of(x, rows.keys_R, first=shard.index * x.shape[-1] if shard else 0)
         low = linear(x, self.a, self.precision, rows) * self.scale
         b = self.b if self.weight.computed is None else self.b[self.weight.computed]
         return linear(low, b, self.precision, rows)

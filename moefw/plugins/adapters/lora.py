@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import and_, ge, gt, lt
 
 import moefw
 from moefw.core.plugin import AdapterPlugin
@@ -46,6 +46,8 @@ class Lora(AdapterPlugin):
     """Numerator of the scale, ``alpha / rank``. PEFT: ``lora_alpha``."""
     rslora: bool = False
     """Whether the scale is ``alpha / sqrt(rank)`` (arXiv 2312.03732). PEFT: ``use_rslora``."""
+    dropout: float = field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
+    """Probability with which an input of A is 0 in training; not of experts' adapters. PEFT: ``lora_dropout``."""
     targets: tuple[str, ...] | None = None
     """Patterns of the weights that get adapters, by their names in a layer; null: all that parts of the model offer.
 
@@ -57,8 +59,16 @@ class Lora(AdapterPlugin):
         """Factor of ``(x A^T) B^T``."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
+    @property
+    def draws(self) -> bool:
+        """Whether there is dropout."""
+        return self.dropout > 0
+
     def needs(self, site: Site) -> Iterator[moefw.Need]:
-        """Yield the need for each target to be a weight whose part asks for its adapter."""
+        """Yield the need for each target to be a weight whose part asks for its adapter; and for keys of rows."""
+        if self.draws:
+            reason = "what it draws for a row must not depend on where the row is"
+            yield moefw.need("row_keys", True, reason=reason, option="dropout")
         for target in USUAL if self.targets is None else self.targets:
             reason = "a part must multiply with the adapters of its weights"
             yield moefw.need("adapter", target, reason=reason, option="targets")
@@ -78,10 +88,13 @@ class Lora(AdapterPlugin):
 
     def build(self, context: moefw.BuildContext, weight: AdaptedWeight) -> Adapter:
         """Adapter of one matrix."""
-        from moefw.runtime.adapters import LowRank
+        from moefw.runtime.adapters import Dropout, LowRank
 
         recipe = context.fallback.at(weight.name)
-        return LowRank(weight, rank=self.rank, scale=self.scale, precision=recipe)
+        # No dropout for experts: PEFT has none for parameters that hold a stack.
+        drops = self.draws and weight.experts is None
+        dropout = Dropout(rate=self.dropout, place=f"layers.{context.site.layer}.{weight.name}") if drops else None
+        return LowRank(weight, rank=self.rank, scale=self.scale, precision=recipe, dropout=dropout)
 
     def build_stacked(self, context: moefw.BuildContext, weight: AdaptedWeight) -> StackedAdapter:
         """Adapters of the matrices of all experts of ``weight``."""
