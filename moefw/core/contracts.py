@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from moefw.core.errors import PlanError
-from moefw.core.records import Canonical, Pass, Role, RowGroups, SavedOperand, Side, State
+from moefw.core.records import AdaptedWeight, Canonical, Pass, Role, RowGroups, SavedOperand, Side, State
 
 if TYPE_CHECKING:
     import torch
@@ -221,6 +221,9 @@ class Adapter(Named):
     The weight itself stays frozen, as a rule. Products are adapted without a tensor of the weight's size.
     """
 
+    weight: AdaptedWeight
+    """The weight that it is for."""
+
     @abstractmethod
     def __call__(self, x: Tensor, out: Tensor, weight: Tensor, rows: RowGroups | None = None) -> Tensor:
         """``(..., O)``, adapted, given ``x`` ``(..., I)`` and ``out``, its product with ``weight``.
@@ -243,6 +246,8 @@ class StackedAdapter(Named):
     An expert GEMM multiplies them inside its own products. ``a`` ``(e, r, I)`` and ``b`` ``(e, O, r)`` are parameters.
     """
 
+    weight: AdaptedWeight
+    """The weights that they are for."""
     a: Parameter
     b: Parameter
     scale: float

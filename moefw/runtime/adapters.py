@@ -9,14 +9,14 @@ the gradient of the whole half, which is summed over these ranks as that of any 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from moefw.core.contracts import Adapter, Precision, StackedAdapter
+from moefw.core.contracts import Adapter, ExpertGemm, Precision, StackedAdapter
 from moefw.core.records import AdaptedWeight, Canonical, RowGroups, Shard
 from moefw.runtime.compute.product import linear
 from moefw_kernels.random import salted, uniform
@@ -121,6 +121,56 @@ class LowRankStack(nn.Module, StackedAdapter):
         """Yield ``{e}.{weight}.lora_A`` (rank, I) and, of each of the outputs, ``{e}.{output}.lora_B`` (O, rank)."""
         for local, expert in enumerate(self.weight.experts or ()):
             yield from _of_expert(expert, self.a, self.b, self.weight, (local,))
+
+
+@frozen(eq=False)
+class MergeableWeight:
+    """A weight that is not split, of a model without values, and its adapter.
+
+    ``rows``: where the canonical weights that make it up lie in it, by name. ``prefix``: that of the names of the
+    adapter's parameters. ``expert``: the number of the expert that it belongs to; None: it belongs to none.
+    """
+
+    adapter: Any
+    rows: Mapping[str, slice]
+    prefix: str
+    expert: int | None = None
+
+    @torch.no_grad()
+    def merged(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Merged weights by canonical name, fp32. ``read`` returns the values of a parameter, given its name."""
+        weight = torch.empty(self.adapter.weight.shape)
+        for name, rows in self.rows.items():
+            weight[rows] = read(name).float()
+        adapter = self.adapter.to_empty(device=weight.device)
+        for piece in adapter.canonical():
+            if self.expert is None or piece.name.startswith(f"{self.expert}."):
+                piece.of(piece.parameter).copy_(read(f"{self.prefix}{piece.name}"))
+        merged: Tensor = adapter.merged(weight) if self.expert is None else adapter.merged(weight, self.expert)
+        adapter.to(device="meta")
+        return {name: merged[rows] for name, rows in self.rows.items()}
+
+
+def mergeable_weights(model: nn.Module) -> Iterator[MergeableWeight]:
+    """Yield the weights with adapters of a model that is not split, one for each expert."""
+    of_experts = {path: module for path, module in model.named_modules() if isinstance(module, ExpertGemm)}
+    for path, module in model.named_modules():
+        if isinstance(module, Adapter | StackedAdapter):
+            experts = next((prefix for prefix in of_experts if path.startswith(f"{prefix}.")), None)
+            if experts is None:
+                owner = path.rpartition(".")[0]
+                yield MergeableWeight(module, {f"{owner}.weight": slice(None)}, f"{owner}.")
+            else:
+                yield from _of_experts(module, f"{experts}.")
+
+
+def _of_experts(adapter: Adapter | StackedAdapter, prefix: str) -> Iterator[MergeableWeight]:
+    """Yield the weights of experts with adapters."""
+    weight = adapter.weight
+    for expert in weight.experts or ():
+        outputs: Mapping[str, slice] = weight.outputs or {weight.leaf: slice(None)}
+        rows = {f"{prefix}{expert}.{name}.weight": rows for name, rows in outputs.items()}
+        yield MergeableWeight(adapter, rows, prefix, expert if isinstance(adapter, StackedAdapter) else None)
 
 
 def _of_expert(
