@@ -31,6 +31,7 @@ from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.loading import fill, placed
 from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Description, Written, lay_out
+from moefw.runtime.adapters import begin_adapters
 from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.runtime.finite import all_finite
 from moefw.runtime.forward_context import forward_with
@@ -161,6 +162,8 @@ def read_weights(
     assert folder is not None
     assert source is not None
     fill(module, folder, source.origins, group, frozen_alone=frozen_alone)
+    if not frozen_alone:
+        begin_adapters(module)
     return source
 
 

@@ -231,6 +231,12 @@ class Adapter(Named):
         If the inputs of the weight are split, it is this rank's part of a sum. ``rows`` describes the flattened rows.
         """
 
+    def begin(self, weight: Tensor) -> None:
+        """Set parameters that begin with values of the weight, this rank's part of it. Collective over the ranks of it.
+
+        Called once, when a run begins, behind the initial values of parameters (``Canonical.adapter_std``).
+        """
+
     @abstractmethod
     def merged(self, weight: Tensor) -> Tensor:
         """Weight ``(O, I)`` whose plain product is the adapted one, outside of training. Of parts on this rank."""

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from moefw.core.contracts import Adapter, ExpertGemm, Precision, StackedAdapter
 from moefw.core.records import AdaptedWeight, Canonical, RowGroups, Shard
 from moefw.runtime.compute.product import linear
+from moefw.runtime.naming import canonical_parameters
+from moefw.runtime.parallel.local_shards import whole
 from moefw_kernels.random import salted, uniform
 
 LORA_A = "lora_A"
@@ -125,7 +127,7 @@ class LowRankStack(nn.Module, StackedAdapter):
 
 @frozen(eq=False)
 class MergeableWeight:
-    """A weight that is not split, of a model without values, and its adapter.
+    """A weight of a model, and its adapter.
 
     ``rows``: where the canonical weights that make it up lie in it, by name. ``prefix``: that of the names of the
     adapter's parameters. ``expert``: the number of the expert that it belongs to; None: it belongs to none.
@@ -138,7 +140,10 @@ class MergeableWeight:
 
     @torch.no_grad()
     def merged(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Merged weights by canonical name, fp32. ``read`` returns the values of a parameter, given its name."""
+        """Merged weights by canonical name, fp32, of a model that is not split and has no values.
+
+        ``read`` returns the values of a parameter, given its name.
+        """
         weight = torch.empty(self.adapter.weight.shape)
         for name, rows in self.rows.items():
             weight[rows] = read(name).float()
@@ -152,7 +157,7 @@ class MergeableWeight:
 
 
 def mergeable_weights(model: nn.Module) -> Iterator[MergeableWeight]:
-    """Yield the weights with adapters of a model that is not split, one for each expert."""
+    """Yield the weights with adapters of a model on this rank, one for each expert."""
     of_experts = {path: module for path, module in model.named_modules() if isinstance(module, ExpertGemm)}
     for path, module in model.named_modules():
         if isinstance(module, Adapter | StackedAdapter):
@@ -162,6 +167,19 @@ def mergeable_weights(model: nn.Module) -> Iterator[MergeableWeight]:
                 yield MergeableWeight(module, {f"{owner}.weight": slice(None)}, f"{owner}.")
             else:
                 yield from _of_experts(module, f"{experts}.")
+
+
+@torch.no_grad()
+def begin_adapters(model: nn.Module) -> None:
+    """Let each adapter of one matrix begin with the values of its weight. Collective, where ranks split or shard it."""
+    pieces = {piece.name: piece for piece in canonical_parameters(model)}
+    for adapted in mergeable_weights(model):
+        if adapted.expert is None:
+            weight = torch.empty(adapted.adapter.weight.shape, device=next(adapted.adapter.parameters()).device)
+            for name, rows in adapted.rows.items():
+                piece = pieces[name]
+                weight[rows] = piece.of(whole(piece.parameter.detach())).float()
+            adapted.adapter.begin(weight)
 
 
 def _of_experts(adapter: Adapter | StackedAdapter, prefix: str) -> Iterator[MergeableWeight]:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.optimizer import build_optimizer
-from moefw.runtime.adapters import Dropout
+from moefw.runtime.adapters import Dropout, begin_adapters
 from moefw.runtime.naming import canonical_parameters, draw, initialise
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
 from moefw.training.engine import Engine
 from moefw_kernels.random import token_keys
 from pairwise import deep, quick
-from resolved_specs import resolved
+from resolved_specs import problems_of, resolved
 
 LORA = {"use": "lora", "rank": 8, "alpha": 4.0}
 SCALE = 0.5
@@ -205,3 +205,61 @@ def test_a_model_with_new_adapters_computes_what_it_did_without_them() -> None:
     batch = drawn()
     with torch.no_grad():
         assert torch.equal(model(batch).loss_sum, plain(batch).loss_sum)
+
+
+DORA = {"use": "dora", "rank": 6, "alpha": 3.0}
+DENSE: dict[str, dict[str, Any]] = {
+    "grouped queries": {},
+    "latents": WAYS["latents"],
+    "recomputed": WAYS["recomputed"],
+    "delayed": WAYS["grouped, delayed"],
+}
+
+
+def begun(model: nn.Module) -> None:
+    """Give random values to both halves, and to magnitudes near those that they begin with."""
+    begin_adapters(model)
+    with torch.no_grad():
+        for piece in canonical_parameters(model):
+            if piece.name.endswith("lora_magnitude"):
+                values = piece.of(piece.parameter)
+                values.mul_(1 + draw(piece.name, values.shape, 0.1, seed=1))
+
+
+@pytest.mark.parametrize("way", quick(DENSE, "grouped queries", "latents"))
+def test_gradients_of_dora_are_those_of_its_formula(way: str) -> None:
+    """Autograd of ``m V / |V|``, the norm held constant (arXiv 2402.09353, section 4.3), given the weights' gradients."""
+    model, engine = opened(DORA, **DENSE[way])
+    plain, plain_engine = opened(None, **DENSE[way])
+    begun(model)
+    adapted = {name: value.double().requires_grad_() for name, value in values_of(model).items()}
+    merged = {}
+    for name in values_of(plain):
+        stem = name.removesuffix(".weight")
+        merged[name] = adapted[name]
+        if f"{stem}.lora_A" in adapted:
+            direction = adapted[name] + SCALE * adapted[f"{stem}.lora_B"] @ adapted[f"{stem}.lora_A"]
+            norms = direction.detach().norm(dim=1)
+            merged[name] = (adapted[f"{stem}.lora_magnitude"] / norms).unsqueeze(1) * direction
+    with torch.no_grad():
+        for piece in canonical_parameters(plain):
+            piece.of(piece.parameter).copy_(merged[piece.name])
+    found, of_weights = gradients(model, engine), gradients(plain, plain_engine)
+    changed = [name for name in merged if merged[name] is not adapted[name]]
+    torch.autograd.backward([merged[name] for name in changed], [of_weights[name].double() for name in changed])
+    assert found.keys() == {name for name in adapted if ".lora_" in name}
+    assert any(name.endswith("o_proj.lora_magnitude") for name in found)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad.double(), adapted[name].grad, rtol=0, atol=2e-4 * grad.abs().max().item())
+
+
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "tp 2 and etp 2", "FSDP"))
+def test_a_layout_changes_nothing_of_dora(pool: RankPool, layout: str) -> None:
+    """Rows of a weight whose inputs are split have the norm of all of their parts."""
+    (alone,) = pool.run(short_run, 1, tree(DORA), 3)
+    assert_alike(pool.run(short_run, 2, tree(DORA, **LAYOUTS[layout]), 3), alone)
+
+
+def test_dora_has_no_adapters_of_experts() -> None:
+    (problem,) = problems_of(json.dumps(tree({"use": "dora", "targets": ["moe.experts.*"]})))
+    assert "moe.experts.*: dora has no adapters of routed experts, as PEFT has none. Use lora for them." in problem
