@@ -9,7 +9,7 @@ the gradient of the whole half, which is summed over these ranks as that of any 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -151,9 +151,15 @@ class MergeableWeight:
         for piece in adapter.canonical():
             if self.expert is None or piece.name.startswith(f"{self.expert}."):
                 piece.of(piece.parameter).copy_(read(f"{self.prefix}{piece.name}"))
-        merged: Tensor = adapter.merged(weight) if self.expert is None else adapter.merged(weight, self.expert)
+        merged = self.merge(weight)
         adapter.to(device="meta")
         return {name: merged[rows] for name, rows in self.rows.items()}
+
+    def merge(self, weight: Tensor) -> Tensor:
+        """Merged weight, ``(O, I)``, given this rank's part of the weight."""
+        of_expert = () if self.expert is None else (self.expert,)
+        merged: Tensor = self.adapter.merged(weight, *of_expert)
+        return merged
 
 
 def mergeable_weights(model: nn.Module) -> Iterator[MergeableWeight]:
@@ -180,6 +186,31 @@ def begin_adapters(model: nn.Module) -> None:
                 piece = pieces[name]
                 weight[rows] = piece.of(whole(piece.parameter.detach())).float()
             adapted.adapter.begin(weight)
+
+
+@final
+class MergedParameters:
+    """Parameters of a model on this rank with their adapters merged. No rank shards them (FSDP)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._adapted = {name: adapted for adapted in mergeable_weights(model) for name in adapted.rows}
+
+    @torch.no_grad()
+    def of(self, pieces: Sequence[Canonical]) -> Tensor:
+        """Values of the parameter of ``pieces``: itself, or its merged values, fp32."""
+        parameter = pieces[0].parameter.detach()
+        by_name = {piece.name: piece for piece in pieces if piece.name in self._adapted}
+        if not by_name:
+            return parameter
+        merged = parameter.float().clone()
+        for adapted in dict.fromkeys(self._adapted[name] for name in by_name):
+            weight = torch.empty(adapted.adapter.weight.shape, device=merged.device)
+            for name, rows in adapted.rows.items():
+                weight[rows] = by_name[name].of(merged)
+            weight = adapted.merge(weight)
+            for name, rows in adapted.rows.items():
+                by_name[name].of(merged).copy_(weight[rows])
+        return merged
 
 
 def _of_experts(adapter: Adapter | StackedAdapter, prefix: str) -> Iterator[MergeableWeight]:
