@@ -357,7 +357,7 @@ def change_config(folder: Path, **values: Any) -> None:
         (lambda tensors: tensors.update(x=torch.ones(1)), "holds x, which is no tensor"),
         (lambda tensors: tensors.update({"base_model.model.lm_head.weight": torch.ones(1)}), "holds base_model.model.lm_head.weight"),
         (lambda tensors: tensors.update({f"{ATTENTION}.k_proj.lora_magnitude_vector": torch.ones(16)}), "k_proj.lora_magnitude_vector, which is no tensor"),
-        (lambda tensors: tensors.update({f"{STACKED}.lora_A.weight": torch.ones(24, 40)}), "must be (24, 12). Use the base of the adapter, and PEFT 0.19 or later"),
+        (lambda tensors: tensors.update({f"{STACKED}.lora_A.weight": torch.ones(24, 40)}), "must be (24, 12). Use the base of the adapter, and PEFT 0.19.1 or later"),
         (lambda tensors: tensors.update({f"{ATTENTION}.q_proj.lora_A.weight": torch.ones(3, 40, dtype=torch.uint8)}), "q_proj.lora_A.weight is torch.uint8"),
         (lambda tensors: tensors.update({f"{ATTENTION}.q_proj.lora_A.weight": torch.ones(3, 40, dtype=torch.int64)}), "q_proj.lora_A.weight is I64, which no adapter is"),
         (lambda tensors: tensors[f"{STACKED}.lora_A.weight"].fill_(torch.inf), f"NaN or infinity in {STACKED}.lora_A.weight"),
@@ -390,6 +390,7 @@ def test_wrong_tensors_are_named(
         ({"lora_alpha": float("nan")}, "lora_alpha nan is not a number above 0"),
         ({"lora_dropout": 1}, "lora_dropout 1 is not a number from 0 to below 1"),
         ({"target_modules": [1]}, "target_modules [1] is not a list of names"),
+        ({"peft_version": "0.19.0"}, "of PEFT 0.19.0, which took the outputs of experts for their inputs"),
         ({"peft_version": "0.18.1"}, "of PEFT 0.18.1, which took the outputs of experts for their inputs"),
         ({"use_dora": True}, "lacks base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"),
         ({"r": 4}, "q_proj.lora_A.weight is (3, 40), and must be (4, 40)"),
@@ -405,6 +406,20 @@ def test_what_no_adapter_of_ours_can_be_is_refused_by_name(
         read_all(bases("qwen3_moe").adapter(adapter))
     else:
         assert any(says in refusal for refusal in told_of(bases("qwen3_moe"), adapter))
+
+
+@pytest.mark.parametrize(("version", "right"), [("0.18.1", True), ("0.19.0", False), ("0.19.1", True), ("x", True)])
+def test_one_peft_was_wrong_about_gpt_oss(
+    bases: Callable[[str], Base], version: str, right: bool, tmp_path: Path
+) -> None:
+    base = bases("gpt_oss")
+    adapter = drawn(base.weights, ".*")
+    written(tmp_path / "adapter", base, adapter)
+    change_config(tmp_path / "adapter", peft_version=version)
+    if right:
+        same_bits(base, tmp_path / "adapter", adapter)
+    else:
+        assert "took the outputs of experts for their inputs" in told_of(base, tmp_path / "adapter")[0]
 
 
 def test_a_lone_parameter_needs_its_name(bases: Callable[[str], Base], tmp_path: Path) -> None:

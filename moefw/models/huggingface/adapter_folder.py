@@ -35,8 +35,11 @@ from moefw.models.huggingface.folder import DTYPES, Plain
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.finite import all_finite
 
-FIRST_VERSION: Final = "0.19"
-"""The first PEFT for which a stack of experts (E, O, I) has O outputs and I inputs. Before, it was the other way."""
+FIRST_VERSION: Final = "0.19.1"
+"""The first PEFT that tells outputs of experts from inputs, in stacks (E, O, I) and in gpt-oss's (E, I, O).
+
+Before 0.19 it took all for (E, I, O); 0.19.0 took each for the other.
+"""
 _PARTS: Final = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 
@@ -176,11 +179,14 @@ class AdapterFolder:
             yield Problem(what, "Write or download the adapter again.")
 
     def _outdated(self) -> Iterator[Problem]:
-        """Yield that an earlier PEFT has taken the outputs of experts for their inputs."""
+        """Yield that an earlier PEFT has taken the outputs of experts for their inputs.
+
+        Where both are of one size, shapes do not show it.
+        """
         stacked = next((name.rpartition(".")[0] for name in self.shapes if EXPERT.match(name)), None)
-        if stacked is None or self._layout.per_expert or self._layout.stacks_transposed(stacked):
+        if stacked is None or self._layout.per_expert or not is_older_than(self._version, FIRST_VERSION):
             return
-        if is_older_than(self._version, FIRST_VERSION):
+        if not self._layout.stacks_transposed(stacked) or not is_older_than(self._version, "0.19"):
             what = f"{self.file} is of PEFT {self._version}, which took the outputs of experts for their inputs."
             yield Problem(what, f"Train the adapter with PEFT {FIRST_VERSION} or later, or merge it with that version.")
 
