@@ -140,6 +140,7 @@ def test_a_kept_spec_names_the_folder_from_anywhere(
 def test_the_example_fine_tunes_a_model_of_transformers_and_hands_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import peft
     import transformers
 
     example = Path(__file__).parents[2] / "examples" / "fine_tune"
@@ -165,3 +166,20 @@ def test_the_example_fine_tunes_a_model_of_transformers_and_hands_it_back(
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "tuned")
     assert tuned.config.model_type == "qwen3_moe"
     assert tensors_of(tmp_path / "runs" / "tuned").keys() == tensors_of(tmp_path / "runs" / "model").keys()
+
+    # Then its conversations, and an adapter that peft loads.
+    monkeypatch.setattr(sys, "argv", ["make_chats.py", "runs/chats.jsonl"])
+    runpy.run_path(str(example / "make_chats.py"), run_name="__main__")
+    for command in (
+        ["train", example / "chats.yaml", *sizes],
+        ["convert", "export", "runs/chats", "runs/adapter", "--adapter", "peft"],
+    ):
+        ended = copies.run("moefw", *command)
+        assert ended.returncode == 0, ended.stderr
+    records = (tmp_path / "runs" / "chats" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(records[-1])["loss"] < json.loads(records[0])["loss"]
+    adapted = peft.PeftModel.from_pretrained(tuned, tmp_path / "runs" / "adapter")
+    assert adapted.peft_config["default"].r == 16
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "runs" / "tuned")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "What?"}], tokenize=False)
+    assert text == "<|im_start|>user\nWhat?<|im_end|>\n"
