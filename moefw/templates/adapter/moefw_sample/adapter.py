@@ -1,4 +1,7 @@
-"""The runtime part of ``sample``. A weight is ``(O, I)``, of which this rank may have a part."""
+"""The runtime part of ``sample``.
+
+A weight is ``(O, I)``, of which this rank may have a part.
+"""
 
 from __future__ import annotations
 
