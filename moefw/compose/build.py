@@ -280,6 +280,11 @@ class ModelParts(ModelContext):
         """The recipe of the head, and of modules kept in high precision."""
         return self._recipes()[1]
 
+    @property
+    def draws(self) -> bool:
+        """Whether tokens need keys, because recipes or adapters draw random numbers from them."""
+        return self.precision.draws or self.assembly.parts.adapter.draws
+
     def _recipes(self) -> tuple[Precision, Precision]:
         recipes = self.at(0).recipes
         assert recipes is not None

@@ -21,8 +21,8 @@ from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.router_steps import RouterSteps, mean_scale
 from moefw.compose.spec.source import Marks, Tree
-from moefw.core.contracts import Layout
-from moefw.core.errors import CheckpointError, MoefwError, SpecError, os_reason
+from moefw.core.contracts import Adapter, Layout, StackedAdapter
+from moefw.core.errors import CheckpointError, MoefwError, PlanError, SpecError, os_reason
 from moefw.core.stages import Batch
 from moefw.models.huggingface.beside import BESIDE, hand_on
 from moefw.models.huggingface.config import read_config
@@ -31,12 +31,14 @@ from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.loading import fill, placed
 from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.writing import Description, Written, lay_out
+from moefw.runtime.adapters import MergedParameters, begin_adapters
 from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.runtime.finite import all_finite
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.layer import MoELayer
-from moefw.runtime.naming import state_tensors
+from moefw.runtime.naming import initialise_adapters, state_tensors
 from moefw.runtime.parallel.holders import holdings, writes_state
+from moefw.runtime.parallel.local_shards import is_shared_out
 from moefw.system.folders import new_folder
 
 
@@ -119,7 +121,8 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     """Model in a Hugging Face folder, in training mode. Collective in an initialised world.
 
     ``sections``: those of a spec, such as ``precision={"use": "bf16"}`` or ``parallel={"experts": {"ep": 8}}``.
-    Parameters are fp32; FP8 and MXFP4 are read as bf16. Each rank reads its own experts. Raises SpecError for a
+    Parameters are fp32; FP8 and MXFP4 are read as bf16. With ``adapter={"use": "lora"}`` these are frozen, and held in
+    the dtype of the folder, and new adapters train beside them. Each rank reads its own experts. Raises SpecError for a
     configuration that is not supported, PlanError for sections that do not fit, and CheckpointError for tensors that
     are damaged, not finite, missing, left over or of another shape. A model that cannot be trained may still compute: a
     router whose weights are always 1 (top-1, normalised) gets no gradient from them, here as in ``transformers``.
@@ -129,10 +132,13 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
         raise SpecError(f"{root} is no folder.", "Name a folder with a config.json and safetensors files.")
     model = {"preset": str(root / "config.json"), **sections.get("model", {})}
     tree: Tree = {"run": {"device": device}, **sections, "model": model}
+    if "adapter" in sections:
+        tree["train"] = {"weights": str(root), **sections.get("train", {})}
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world, trains=False)
     layout = open_layout(assembly, device)
     module = build_model(assembly, layout, torch.device(device), Shared())
+    initialise_adapters(module, seed=assembly.spec.run.seed)
     source = read_weights(module, root, assembly, layout.host_group())
     return Pretrained(module, assembly, layout, source, balances="routing" in sections)
 
@@ -161,18 +167,26 @@ def read_weights(
     assert folder is not None
     assert source is not None
     fill(module, folder, source.origins, group, frozen_alone=frozen_alone)
+    if not frozen_alone:
+        begin_adapters(module)
     return source
 
 
 def save_pretrained(model: Pretrained, path: str | Path) -> None:
     """Write a folder that ``transformers`` loads: each tensor as it was named, with its dtype. Collective.
 
-    What was FP8 or MXFP4 is written as bf16. The tokenizer's files are handed on. Raises CheckpointError on every rank
-    if the folder is there and holds something, if one rank cannot write, or with all parameters that hold NaN or
-    infinity. The folder appears whole or not at all.
+    What was FP8 or MXFP4 is written as bf16. Adapters are merged into their weights. The tokenizer's files are handed
+    on. Raises PlanError if ranks shard adapters and weights, and CheckpointError on every rank if the folder is there
+    and holds something, if one rank cannot write, or with all parameters that hold NaN or infinity. The folder appears
+    whole or not at all.
     """
     leads = model.layout.rank == 0
     source = model.source
+    if any(isinstance(each, Adapter | StackedAdapter) for each in model.module.modules()) and any(
+        map(is_shared_out, model.module.parameters())
+    ):
+        what = "adapters are merged into weights by ranks that have both, and here ranks shard them."
+        raise PlanError(what, "Leave out shard, or train with a spec and use moefw convert export.")
     with ExitStack() as opened:
 
         def begin() -> str:
@@ -226,7 +240,9 @@ def _owned(model: Pretrained) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that this rank writes, whole: the first of the ranks that hold copies. Collective."""
     layout = model.layout
     module = model.module
+    merged = MergedParameters(module)
     for holding in holdings(module):
-        yield from holding.written(holding.parameter.detach(), layout)
+        if not holding.pieces[0].of_adapter:
+            yield from holding.written(merged.of(holding.pieces), layout)
     if writes_state("dense", layout):
         yield from ((name, state) for name, state in state_tensors(module).items() if name in model.source.origins)

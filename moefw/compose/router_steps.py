@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
@@ -20,6 +20,12 @@ def mean_scale(ids_BS: Tensor, mask_BS: Tensor | None) -> Tensor:
     """``Batch.loss_scale`` that makes means over the valid tokens of sums over them, fp32."""
     num_valid = ids_BS.numel() if mask_BS is None else mask_BS.sum()
     return 1.0 / torch.as_tensor(num_valid, dtype=torch.float32, device=ids_BS.device).clamp_min(1)
+
+
+def stays(router: nn.Module) -> bool:
+    """Whether a router stays as it is: its weights are frozen, and so are the biases with which it balances loads."""
+    parameters = [*router.parameters()]
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 @final
@@ -63,5 +69,7 @@ class RouterSteps:
         if group is not None:
             all_reduce_flat([*self._seen.values()], group)
         for layer, router in self._routers.items():
+            if stays(router):
+                continue
             router.update({name: value for (number, name), value in self._seen.items() if number == layer})
         self._seen = {}

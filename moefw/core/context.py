@@ -201,6 +201,10 @@ class ModelContext(Protocol):
     def stages(self) -> Sequence[Sequence[Stage]]:
         """The pipeline stages of each position on pp. A model builds the layers of its own position's alone."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether a model makes keys for its tokens, because recipes or adapters draw random numbers from them."""
+
     def order(self, micro_batches: int) -> Order:
         """Passes of each position on pp in a step of so many micro-batches."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from moefw.core.errors import PlanError
-from moefw.core.records import Canonical, Pass, Role, RowGroups, SavedOperand, Side, State
+from moefw.core.records import AdaptedWeight, Canonical, Pass, Role, RowGroups, SavedOperand, Side, State
 
 if TYPE_CHECKING:
     import torch
@@ -221,11 +221,20 @@ class Adapter(Named):
     The weight itself stays frozen, as a rule. Products are adapted without a tensor of the weight's size.
     """
 
+    weight: AdaptedWeight
+    """The weight that it is for."""
+
     @abstractmethod
     def __call__(self, x: Tensor, out: Tensor, weight: Tensor, rows: RowGroups | None = None) -> Tensor:
         """``(..., O)``, adapted, given ``x`` ``(..., I)`` and ``out``, its product with ``weight``.
 
         If the inputs of the weight are split, it is this rank's part of a sum. ``rows`` describes the flattened rows.
+        """
+
+    def begin(self, weight: Tensor) -> None:
+        """Set parameters that begin with values of the weight, this rank's part of it. Collective over the ranks of it.
+
+        Called once, when a run begins, behind the initial values of parameters (``Canonical.adapter_std``).
         """
 
     @abstractmethod
@@ -243,6 +252,8 @@ class StackedAdapter(Named):
     An expert GEMM multiplies them inside its own products. ``a`` ``(e, r, I)`` and ``b`` ``(e, O, r)`` are parameters.
     """
 
+    weight: AdaptedWeight
+    """The weights that they are for."""
     a: Parameter
     b: Parameter
     scale: float

@@ -207,6 +207,11 @@ class AdapterPlugin(Plugin):
     freezes: ClassVar[tuple[str, ...]] = ("*",)
     """Patterns of the names of weights that are frozen, where ``train.freeze`` names none."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether adapters draw random numbers in training, from the keys of rows (``RowGroups.keys_R``)."""
+        return False
+
     def adapts(self, weight: str) -> bool:
         """Whether a weight gets an adapter, given its name in its layer, such as ``attention.q_proj``."""
         raise NotImplementedError

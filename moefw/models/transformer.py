@@ -60,7 +60,7 @@ class Transformer(nn.Module):
             what = "model.loss_chunk: the recipe of the head has operands of its own for each product of backward."
             raise PlanError(what, "Leave out loss_chunk, or use a recipe whose fallback casts, such as bf16.")
         self.residual_dtype = self.precision.residual_dtype
-        self.draws = context.precision.draws
+        self.draws = context.draws
 
         self._held = context.stages[context.layout.index("pp")]
         self.embed = self._build_embedding(context)

@@ -8,32 +8,66 @@ the gradient of the whole half, which is summed over these ranks as that of any 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
-from moefw.core.contracts import Adapter, Precision, StackedAdapter
+from moefw.core.contracts import Adapter, ExpertGemm, Precision, StackedAdapter
 from moefw.core.records import AdaptedWeight, Canonical, RowGroups, Shard
 from moefw.runtime.compute.product import linear
+from moefw.runtime.naming import canonical_parameters
+from moefw.runtime.parallel.local_shards import whole
+from moefw_kernels.random import salted, uniform
 
 LORA_A = "lora_A"
 LORA_B = "lora_B"
 
 
+@frozen(kw_only=True)
+class Dropout:
+    """Dropout of the inputs of an adapter: each value is 0 with probability ``rate``, else divided by ``1 - rate``.
+
+    Draws start from the keys of rows, so they are the same in every layout and when a region runs again. ``place``: the
+    name of the weight in the model; adapters of other weights draw other numbers.
+    """
+
+    rate: float
+    place: str
+
+    def of(self, x: Tensor, keys_R: Tensor, first: int) -> Tensor:
+        """``x`` ``(..., I)``, dropped out. ``first``: the number of its first column among those of all ranks."""
+        salt = int.from_bytes(hashlib.sha256(self.place.encode()).digest()[:8], "big")
+        drawn = uniform(salted(keys_R, salt), x.shape[-1], first=first)
+        kept = (drawn >= self.rate).view(x.shape)
+        return torch.where(kept, x / (1.0 - self.rate), 0.0)
+
+
 class LowRank(nn.Module, Adapter):
     """Adapter of one matrix: ``a`` ``(rank, I)`` and ``b`` ``(O, rank)``, fp32.
 
-    ``precision``: the recipe of the products with both.
+    ``precision``: the recipe of the products with both. ``dropout``: in training, of the inputs of A, where rows have
+    keys; None: none.
     """
 
-    def __init__(self, weight: AdaptedWeight, *, rank: int, scale: float, precision: Precision) -> None:
+    def __init__(
+        self,
+        weight: AdaptedWeight,
+        *,
+        rank: int,
+        scale: float,
+        precision: Precision,
+        dropout: Dropout | None = None,
+    ) -> None:
         super().__init__()
         out_dim, in_dim = weight.shape
         self.weight = weight
         self.scale = scale
         self.precision = precision
+        self.dropout = dropout
         self.a = nn.Parameter(torch.empty(rank, in_dim))
         self.b = nn.Parameter(torch.empty(out_dim, rank))
 
@@ -43,6 +77,9 @@ class LowRank(nn.Module, Adapter):
 
     def delta(self, x: Tensor, rows: RowGroups | None) -> Tensor:
         """``scale (x A^T) B^T``, ``(..., O)``, of ``x`` ``(..., I)``."""
+        if self.dropout is not None and self.training and rows is not None and rows.keys_R is not None:
+            shard = _shard(self.weight, dim=1)
+            x = self.dropout.of(x, rows.keys_R, first=shard.index * x.shape[-1] if shard else 0)
         low = linear(x, self.a, self.precision, rows) * self.scale
         b = self.b if self.weight.computed is None else self.b[self.weight.computed]
         return linear(low, b, self.precision, rows)
@@ -86,6 +123,103 @@ class LowRankStack(nn.Module, StackedAdapter):
         """Yield ``{e}.{weight}.lora_A`` (rank, I) and, of each of the outputs, ``{e}.{output}.lora_B`` (O, rank)."""
         for local, expert in enumerate(self.weight.experts or ()):
             yield from _of_expert(expert, self.a, self.b, self.weight, (local,))
+
+
+@frozen(eq=False)
+class MergeableWeight:
+    """A weight of a model, and its adapter.
+
+    ``rows``: where the canonical weights that make it up lie in it, by name. ``prefix``: that of the names of the
+    adapter's parameters. ``expert``: the number of the expert that it belongs to; None: it belongs to none.
+    """
+
+    adapter: Any
+    rows: Mapping[str, slice]
+    prefix: str
+    expert: int | None = None
+
+    @torch.no_grad()
+    def merged(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Merged weights by canonical name, fp32, of a model that is not split and has no values.
+
+        ``read`` returns the values of a parameter, given its name.
+        """
+        weight = torch.empty(self.adapter.weight.shape)
+        for name, rows in self.rows.items():
+            weight[rows] = read(name).float()
+        adapter = self.adapter.to_empty(device=weight.device)
+        for piece in adapter.canonical():
+            if self.expert is None or piece.name.startswith(f"{self.expert}."):
+                piece.of(piece.parameter).copy_(read(f"{self.prefix}{piece.name}"))
+        merged = self.merge(weight)
+        adapter.to(device="meta")
+        return {name: merged[rows] for name, rows in self.rows.items()}
+
+    def merge(self, weight: Tensor) -> Tensor:
+        """Merged weight, ``(O, I)``, given this rank's part of the weight."""
+        of_expert = () if self.expert is None else (self.expert,)
+        merged: Tensor = self.adapter.merged(weight, *of_expert)
+        return merged
+
+
+def mergeable_weights(model: nn.Module) -> Iterator[MergeableWeight]:
+    """Yield the weights with adapters of a model on this rank, one for each expert."""
+    of_experts = {path: module for path, module in model.named_modules() if isinstance(module, ExpertGemm)}
+    for path, module in model.named_modules():
+        if isinstance(module, Adapter | StackedAdapter):
+            experts = next((prefix for prefix in of_experts if path.startswith(f"{prefix}.")), None)
+            if experts is None:
+                owner = path.rpartition(".")[0]
+                yield MergeableWeight(module, {f"{owner}.weight": slice(None)}, f"{owner}.")
+            else:
+                yield from _of_experts(module, f"{experts}.")
+
+
+@torch.no_grad()
+def begin_adapters(model: nn.Module) -> None:
+    """Let each adapter of one matrix begin with the values of its weight. Collective, where ranks split or shard it."""
+    pieces = {piece.name: piece for piece in canonical_parameters(model)}
+    for adapted in mergeable_weights(model):
+        if adapted.expert is None:
+            weight = torch.empty(adapted.adapter.weight.shape, device=next(adapted.adapter.parameters()).device)
+            for name, rows in adapted.rows.items():
+                piece = pieces[name]
+                weight[rows] = piece.of(whole(piece.parameter.detach())).float()
+            adapted.adapter.begin(weight)
+
+
+@final
+class MergedParameters:
+    """Parameters of a model on this rank with their adapters merged. No rank shards them (FSDP)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._adapted = {name: adapted for adapted in mergeable_weights(model) for name in adapted.rows}
+
+    @torch.no_grad()
+    def of(self, pieces: Sequence[Canonical]) -> Tensor:
+        """Values of the parameter of ``pieces``: itself, or its merged values, fp32."""
+        parameter = pieces[0].parameter.detach()
+        by_name = {piece.name: piece for piece in pieces if piece.name in self._adapted}
+        if not by_name:
+            return parameter
+        merged = parameter.float().clone()
+        for adapted in dict.fromkeys(self._adapted[name] for name in by_name):
+            weight = torch.empty(adapted.adapter.weight.shape, device=merged.device)
+            for name, rows in adapted.rows.items():
+                weight[rows] = by_name[name].of(merged)
+            weight = adapted.merge(weight)
+            for name, rows in adapted.rows.items():
+                by_name[name].of(merged).copy_(weight[rows])
+        return merged
+
+
+def _of_experts(adapter: Adapter | StackedAdapter, prefix: str) -> Iterator[MergeableWeight]:
+    """Yield the weights of experts with adapters."""
+    weight = adapter.weight
+    for expert in weight.experts or ():
+        outputs: Mapping[str, slice] = weight.outputs or {weight.leaf: slice(None)}
+        rows = {f"{prefix}{expert}.{name}.weight": rows for name, rows in outputs.items()}
+        yield MergeableWeight(adapter, rows, prefix, expert if isinstance(adapter, StackedAdapter) else None)
 
 
 def _of_expert(

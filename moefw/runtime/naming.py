@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,13 +98,26 @@ def joined(part: Tensor, shard: Shard, group: ProcessGroup | None) -> Tensor:
     return torch.cat(parts, shard.dim)
 
 
-@torch.no_grad()
 def initialise(model: nn.Module, *, seed: int, std: Callable[[str], float | None]) -> None:
     """Fill every parameter from a generator keyed by seed and canonical name, so that all layouts give the same bits.
 
-    ``std(name)`` is the standard deviation of a normal distribution cut at three deviations; None means ones.
+    ``std(name)`` is the standard deviation of a normal distribution cut at three deviations; None means ones. Those of
+    adapters say their own.
     """
-    for parameter, pieces in by_parameter(model):
+    _initialise(by_parameter(model), seed, std)
+
+
+def initialise_adapters(model: nn.Module, *, seed: int) -> None:
+    """Fill the parameters of adapters alone, as :func:`initialise` does."""
+    of_adapters = ((parameter, pieces) for parameter, pieces in by_parameter(model) if pieces[0].of_adapter)
+    _initialise(of_adapters, seed, lambda name: None)
+
+
+@torch.no_grad()
+def _initialise(
+    parameters: Iterable[tuple[nn.Parameter, Sequence[Canonical]]], seed: int, std: Callable[[str], float | None]
+) -> None:
+    for parameter, pieces in parameters:
         with all_of(parameter) as values:
             for piece in pieces:
                 deviation = piece.adapter_std if piece.of_adapter else std(piece.name)

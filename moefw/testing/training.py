@@ -22,6 +22,7 @@ from moefw.core.contracts import Layout
 from moefw.core.plugin import Plugin
 from moefw.core.site import Machine
 from moefw.core.stages import Batch
+from moefw.runtime.adapters import begin_adapters
 from moefw.runtime.naming import by_parameter, initialise, joined, state_tensors
 from moefw.runtime.parallel.local_shards import whole
 from moefw.testing.announce import with_plugins
@@ -90,6 +91,7 @@ def short_run(
     model = build_model(assembly, layout, torch.device("cpu"), shared)
     std: Any = model.init_std
     initialise(model, seed=assembly.spec.run.seed, std=std)
+    begin_adapters(model)
     train = assembly.spec.train
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     engine = Engine.of(model, optimizer, layout, train)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moefw.compose.router_steps import stays
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
@@ -170,7 +171,8 @@ class Engine:
                 group["lr"] = lr
             self.optimizer.step()
             for number, layer in made.tally.layers.items():  # of this rank
-                self.routers[number].update(layer.stats)
+                if not stays(self.routers[number]):
+                    self.routers[number].update(layer.stats)
             self.meters.update()
 
     def _accumulate(self, batches: Sequence[Batch], clock: Clock, run: Run) -> Tally:

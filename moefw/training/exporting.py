@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.writing import Description, Written, lay_out
 from moefw.models.huggingface.written import configurations, dense_layers
 from moefw.plugins.data.source import tokenizer_beside
+from moefw.runtime.adapters import MergeableWeight, mergeable_weights
 from moefw.runtime.attention.rope_options import OWN
 from moefw.runtime.finite import all_finite
 from moefw.runtime.naming import canonical_parameters
@@ -54,8 +55,9 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
         manifest = read_manifest(checkpoint)
         require_same_base(checkpoint, manifest.origin.base, base_of(assembly, None))
         files = opened(checkpoint, manifest)
-    frozen = _Frozen(assembly)
-    shapes = {name: manifest.tensors[name].shape for name in _exported(manifest)} | frozen.shapes
+    base = _Base(assembly)
+    shapes = {name: manifest.tensors[name].shape for name in _exported(manifest) if name not in base.of_adapters}
+    shapes |= base.shapes
     origins = {name: origin_of(name.split("/", 1)[1], FAMILIES[family].rules) for name in shapes}
     run_dir = Path(assembly.spec.run.dir)
     tokenizer = tokenizer_beside(run_dir / TOKENIZER)
@@ -73,10 +75,23 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
             all_finite(f"{checkpoint} in {config['dtype']}", _too_large) as as_written,
             all_finite(checkpoint, Damage) as as_saved,
         ):
-            for name, origin in origins.items():
-                values = frozen.read(name) if name in frozen.shapes else files[name].get_tensor(name)
+
+            def read(name: str) -> Tensor:
+                values: Tensor = base.read(name) if name in base.shapes else files[name].get_tensor(name)
                 as_saved(name.split("/", 1)[1], values)
+                return values
+
+            def write(name: str, values: Tensor) -> None:
+                origin = origins[name]
                 as_written(name.split("/", 1)[1], origin.of(written.tensors[origin.name]).copy_(values))
+
+            merged = set()
+            for adapted in base.adapted:
+                for name, values in adapted.merged(lambda name: read(f"model/{name}")).items():
+                    write(f"model/{name}", values)
+                    merged.add(f"model/{name}")
+            for name in origins.keys() - merged:
+                write(name, read(name))
         written.flush()
     return family
 
@@ -151,12 +166,16 @@ def _exported(manifest: Manifest) -> list[str]:
     return [*(name for name in manifest.tensors if name.startswith("model/")), *routers]
 
 
-class _Frozen:
-    """Weights that a run has frozen, as the folder of its base has them; none if it has none."""
+class _Base:
+    """Weights that a run has frozen, as the folder of its base has them, and adapters beside them, if there are any."""
 
     def __init__(self, assembly: Assembly) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """The shape of each, by its name in a checkpoint."""
+        """The shape of each frozen weight, by its name in a checkpoint."""
+        self.of_adapters: set[str] = set()
+        """The names in a checkpoint of what belongs to adapters."""
+        self.adapted: Sequence[MergeableWeight] = ()
+        """The weights with adapters."""
         if not assembly.frozen:
             return
         base = Path(assembly.spec.train.weights or "")
@@ -165,6 +184,8 @@ class _Frozen:
         rules = family_of(read_config(base), base).rules
         self._origins, _ = placed(model, self._folder, rules, num_experts=assembly.site.dims.num_experts)
         frozen = {piece.name for piece in canonical_parameters(model) if not piece.parameter.requires_grad}
+        self.of_adapters = {f"model/{piece.name}" for piece in canonical_parameters(model) if piece.of_adapter}
+        self.adapted = [*mergeable_weights(model)]
         self.shapes = {f"model/{name}": shape for name, shape in wanted(model) if name in frozen}
 
     def read(self, name: str) -> Tensor:

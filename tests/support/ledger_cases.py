@@ -56,6 +56,8 @@ LONGER = {**TRAIN, "tokens_per_step": 8192}
 BRIEF = {**TRAIN, "tokens_per_step": 2048}
 """One micro-batch where dp is 4."""
 FROZEN = {"freeze": ["layers.*.moe.experts.*", "embed.weight"], "weights": "of-no-folder"}
+OVER_A_FOLDER = {"weights": "of-no-folder"}
+LORA = {"use": "lora", "rank": 8}
 RUN = {"device": "cpu"}
 SHARED_OUT: dict[str, Any] = {
     "model": {**MODEL, "num_layers": 3, "num_dense_layers": 1},
@@ -211,6 +213,12 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "experts and embedding frozen": ({**ONCE_A_RANK, "train": {**TRAIN, **FROZEN}}, 4),
     "sharded, experts and embedding frozen": ({**SHARED_OUT, "train": {**TRAIN, **FROZEN}}, 8),
+    "adapters": ({**ONCE_A_RANK, "adapter": LORA, "train": {**TRAIN, **OVER_A_FOLDER}}, 4),
+    "sharded, adapters": ({**SHARED_OUT, "adapter": LORA, "train": {**TRAIN, **OVER_A_FOLDER}}, 8),
+    "loop, directions and magnitudes": (
+        {**LOOPING, "adapter": {"use": "dora"}, "train": {**LOOPING["train"], **OVER_A_FOLDER}},
+        4,
+    ),
     "weight gradients delayed": ({**ONCE_A_RANK, "train": {**TRAIN, "delay_wgrads": True}}, 4),
     "merged": ({**ONCE_A_RANK, "train": LONGER, "pipeline": {"use": "merged"}}, 4),
     "merged, pages": (

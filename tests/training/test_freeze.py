@@ -126,6 +126,13 @@ def test_frozen_weights_neither_move_nor_decay_and_have_no_state() -> None:
         assert (parameter.grad is None) == is_frozen
 
 
+def test_a_frozen_router_keeps_its_biases() -> None:
+    (frozen,), (trained,) = ([short_run(tree(freeze), 2)] for freeze in (["*.router.*"], []))
+    biases = [name for name in trained.state if name.endswith("expert_bias")]
+    assert biases
+    assert all(trained.state[name].any() and not frozen.state[name].any() for name in biases)
+
+
 def test_the_norm_that_is_clipped_is_that_of_what_trains() -> None:
     model, engine = opened(EXPERTS, train={"clip_norm": 1e-3})
     result = engine.step([drawn()], 0.0, untimed)

@@ -41,10 +41,15 @@ def token_keys(seeds_B: Tensor, places_S: Tensor, *, salt: int) -> Tensor:
     return mix(keys_B.unsqueeze(1) + (places_S + 1) * _GAMMA).flatten()
 
 
-def uniform(keys_T: Tensor, count: int) -> Tensor:
-    """``(T, count)`` fp32 in [0, 1), multiples of 2^-24: the SplitMix64 stream of each key."""
-    steps = torch.arange(1, count + 1, device=keys_T.device) * _GAMMA
+def uniform(keys_T: Tensor, count: int, *, first: int = 0) -> Tensor:
+    """``(T, count)`` fp32 in [0, 1), multiples of 2^-24: the SplitMix64 stream of each key from number ``first`` on."""
+    steps = torch.arange(first + 1, first + count + 1, device=keys_T.device) * _GAMMA
     return _shifted(mix(keys_T.unsqueeze(1) + steps), 40).float().mul_(2.0**-24)
+
+
+def salted(keys_T: Tensor, salt: int) -> Tensor:
+    """Keys, unrelated to those with another ``salt``, a 64-bit number."""
+    return mix(keys_T ^ _signed(salt % (1 << 64)))
 
 
 def stream(key: int, places: Tensor) -> Tensor:

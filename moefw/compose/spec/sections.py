@@ -27,7 +27,8 @@ class TrainSpec:
 
     With an ``adapter``, all weights are frozen unless some are named here, and adapters always train.
     ``*`` stands for any characters. A frozen weight has no gradient, no decay and no optimizer state, is held in the
-    dtype of its folder, and is not part of checkpoints, which name the folder instead.
+    dtype of its folder, and is not part of checkpoints, which name the folder instead. A frozen router keeps its
+    biases, too.
     """
     record_routes: bool = False
     """Whether each token's experts are written into ``routes`` in the run's folder."""

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import and_, ge, lt
 
 import moefw
 from moefw.core.plugin import AdapterPlugin
 from moefw.core.records import AdaptedWeight
 from moefw.core.site import Site
+from moefw.plugins.adapters.options import LowRankOptions
 
 if TYPE_CHECKING:
     from moefw.core.contracts import Adapter, StackedAdapter
 
-USUAL = ("attention.*", "moe.experts.*")
-"""What every model has whose weights get adapters if ``targets`` names none."""
 ROW_MULTIPLE = 8
 """Values of 16 bits in 16 bytes, on which low rows begin in grouped products."""
 
 
 @frozen(kw_only=True)
-class Lora(AdapterPlugin):
+class Lora(LowRankOptions):
     """Trains ``y = x W^T + scale (x A^T) B^T`` beside each frozen weight W (LoRA, arXiv 2106.09685).
 
     A ``(rank, inputs)`` and B ``(outputs, rank)`` are fp32, B is zero at first, and both are multiplied in the dtype of
@@ -32,56 +30,40 @@ class Lora(AdapterPlugin):
     """
 
     name: ClassVar[str] = "lora"
-    left_out: ClassVar[Mapping[str, str]] = {
-        "bias": "biases are weights like others: leave them out of train.freeze.",
-        "modules_to_save": "weights that train as a whole are those that train.freeze does not name.",
-        "target_modules": "targets names weights, such as attention.q_proj and moe.experts.*.",
-        "lora_alpha": "it is called alpha.",
-        "r": "it is called rank.",
-    }
+    usual_targets: ClassVar[tuple[str, ...]] = ("attention.*", "moe.experts.*")
 
-    rank: int = field(default=16, validator=ge(1))
-    """Rank of each adapter. PEFT: ``r``."""
-    alpha: float = field(default=32.0, validator=gt(0.0))
-    """Numerator of the scale, ``alpha / rank``. PEFT: ``lora_alpha``."""
-    rslora: bool = False
-    """Whether the scale is ``alpha / sqrt(rank)`` (arXiv 2312.03732). PEFT: ``use_rslora``."""
-    targets: tuple[str, ...] | None = None
-    """Patterns of the weights that get adapters, by their names in a layer; null: all that parts of the model offer.
-
-    ``attention.q_proj``, ``mlp.*`` (of layers without experts), ``moe.shared_expert.*``, ``moe.experts.gate_up_proj``.
-    """
+    dropout: float = field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
+    """Probability with which an input of A is 0 in training; not of experts' adapters. PEFT: ``lora_dropout``."""
 
     @property
-    def scale(self) -> float:
-        """Factor of ``(x A^T) B^T``."""
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+    def draws(self) -> bool:
+        """Whether there is dropout."""
+        return self.dropout > 0
 
     def needs(self, site: Site) -> Iterator[moefw.Need]:
-        """Yield the need for each target to be a weight whose part asks for its adapter."""
-        for target in USUAL if self.targets is None else self.targets:
-            reason = "a part must multiply with the adapters of its weights"
-            yield moefw.need("adapter", target, reason=reason, option="targets")
+        """Yield the needs: parts that ask for the adapters of the targets; with dropout, keys of rows."""
+        yield from super().needs(site)
+        if self.draws:
+            reason = "what it draws for a row must not depend on where the row is"
+            yield moefw.need("row_keys", True, reason=reason, option="dropout")
 
     def check(self, site: Site) -> Iterator[moefw.Problem]:
-        """Yield a problem for a rank that grouped products of experts cannot have."""
+        """Yield a problem for a rank that grouped products of experts cannot have, or if there are no targets."""
+        yield from super().check(site)
         adapts_experts = any(self.adapts(f"moe.experts.{name}") for name in ("gate_up_proj", "down_proj"))
         if adapts_experts and self.rank % ROW_MULTIPLE:
             what = f"rank {self.rank}: grouped products of experts want a rank that is a multiple of {ROW_MULTIPLE}."
             yield moefw.Problem(what, "Round it up, or name targets without experts.", "rank")
-        if self.targets == ():
-            yield moefw.Problem("no weight gets an adapter.", "Name some, or null for all.", "targets")
-
-    def adapts(self, weight: str) -> bool:
-        """Whether a weight is one of the targets."""
-        return self.targets is None or any(fnmatchcase(weight, target) for target in self.targets)
 
     def build(self, context: moefw.BuildContext, weight: AdaptedWeight) -> Adapter:
         """Adapter of one matrix."""
-        from moefw.runtime.adapters import LowRank
+        from moefw.runtime.adapters import Dropout, LowRank
 
         recipe = context.fallback.at(weight.name)
-        return LowRank(weight, rank=self.rank, scale=self.scale, precision=recipe)
+        # No dropout for experts: PEFT has none for parameters that hold a stack.
+        drops = self.draws and weight.experts is None
+        dropout = Dropout(rate=self.dropout, place=f"layers.{context.site.layer}.{weight.name}") if drops else None
+        return LowRank(weight, rank=self.rank, scale=self.scale, precision=recipe, dropout=dropout)
 
     def build_stacked(self, context: moefw.BuildContext, weight: AdaptedWeight) -> StackedAdapter:
         """Adapters of the matrices of all experts of ``weight``."""

@@ -1,0 +1,91 @@
+"""Whole runs with adapters over a folder: what is saved, resumed, evaluated and exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_freeze import base, losses, tensors
+
+from command_here import complaint, moefw_says
+from moefw import Batch, from_pretrained
+from moefw.commands.specs import read_run
+from moefw.training.trained import open_trained
+from small_spec import small_spec
+
+__all__ = ["base"]
+ADAPTER = {"use": "lora", "rank": 8, "alpha": 16.0}
+
+
+@pytest.fixture
+def spec(tmp_path: Path, base: Path) -> Path:
+    """A run over a folder that trains adapters of all weights that may have some."""
+    shutil.copytree(base, tmp_path / "base")
+    path = small_spec(tmp_path, steps=4, checkpoint_every=2, eval_every=2)
+    tree = json.loads(path.read_text())
+    tree["train"] |= {"weights": str(tmp_path / "base"), "keep_checkpoints": 9, "lr": 0.05}
+    tree["adapter"] = ADAPTER
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def test_a_run_trains_adapters_alone_and_saves_nothing_else(spec: Path, tmp_path: Path) -> None:
+    told = " ".join(moefw_says("train", spec).split())
+    assert "parameters train" in told
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-4" / "rank-00000.safetensors")
+    assert {name.rpartition(".")[2] for name in saved if name.startswith("model/")} == {"lora_A", "lora_B"}
+    halves = saved["model/layers.0.moe.experts.0.gate_up_proj.lora_A"], saved["model/layers.0.attention.q_proj.lora_B"]
+    assert all(half.dtype is torch.float32 and half.abs().sum() > 0 for half in halves)
+
+
+def test_a_resumed_run_and_an_evaluation_have_the_adapters(spec: Path, tmp_path: Path) -> None:
+    moefw_says("train", spec)
+    whole = losses(tmp_path / "run")
+    assert whole[-1] < whole[0]
+    evaluated = json.loads(moefw_says("eval", tmp_path / "run", "--json"))
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert evaluated["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    moefw_says("train", spec, "--resume=2", "gemm.use=loop")
+    assert losses(tmp_path / "run") == pytest.approx(whole, rel=1e-5)
+    assert len(moefw_says("generate", tmp_path / "run", "--prompt", "a", "--tokens", "3")) > 1
+
+
+@pytest.mark.parametrize("gemm", ["grouped", "loop"])
+def test_an_export_has_the_adapters_merged_and_computes_the_same(spec: Path, tmp_path: Path, gemm: str) -> None:
+    moefw_says("train", spec, f"gemm.use={gemm}")
+    moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype", "fp32")
+    ids_BS = torch.arange(60).view(2, 30)
+    with open_trained(read_run(str(tmp_path / "run"), ())) as (session, _), torch.no_grad():
+        model: Any = session.model.eval()
+        wanted, _ = model.logits(Batch(ids_BS=ids_BS, labels_BS=ids_BS, dropless=True))
+        logits = from_pretrained(tmp_path / "out").eval()(ids_BS)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+    before, after = tensors(tmp_path / "base"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name].float(), after[name])}
+    assert changed == {name for name in before if name.endswith("_proj.weight")}
+
+
+def test_with_other_targets_experts_stay_as_they_are(spec: Path, tmp_path: Path) -> None:
+    """peft#3711 read a target as another one, and trained it."""
+    moefw_says("train", spec, "adapter.targets=[attention.q_proj]")
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-4" / "rank-00000.safetensors")
+    trained = {name for name in saved if name.startswith("model/")}
+    assert trained == {f"model/layers.{n}.attention.q_proj.lora_{half}" for n in range(1) for half in "AB"}
+    told = complaint("train", spec, "adapter.targets=[attention.q_porj]")
+    assert "adapter.targets: lora needs an adapter of attention.q_porj" in told
+    assert "Did you mean 'attention.q_proj'?" in told
+
+
+def test_check_asks_for_the_folder_and_for_a_rank_that_grouped_products_have(spec: Path) -> None:
+    tree = json.loads(spec.read_text())
+    del tree["train"]["weights"]
+    spec.write_text(json.dumps(tree))
+    told = moefw_says("check", spec, "adapter.rank=12", code=2)
+    assert "lora trains beside the weights of a folder, and train.weights names none. Name one." in told
+    assert "rank 12: grouped products of experts want a rank that is a multiple of 8." in told
