@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import broken_adapters as adapters
+from moefw.plugins.adapters.dora import Dora
 from moefw.plugins.adapters.lora import Lora
 from moefw.plugins.adapters.none import NoAdapter
 from moefw.testing.suites.adapter import AdapterSuite
@@ -23,6 +24,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (adapters.LosesTheGradientOfRows, "products_are", "the gradient of x is not that of the merged weight"),
     (adapters.ForgetsThatOutputsAreLeftOut, "products_are", "of whose outputs only slice(4, 10, None) are computed"),
     (adapters.ReturnsFp32, "products_are", "returns torch.float32"),
+    (adapters.DropsUnsaid, "what_training_drops", "drops in training, but draws is False"),
+    (adapters.DropsByThePartOfARow, "parts_of_a_weight", "the inputs of attention.q_proj split over two ranks of tp"),
     (adapters.DropsByTheCall, "what_training_drops", "the same rows drop otherwise in a second call"),
     (adapters.DropsByThePlace, "what_training_drops", "it depends on the place of a row"),
     (adapters.DropsTheSameAlways, "what_training_drops", "rows with other keys drop the same"),
@@ -32,6 +35,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (adapters.NamesAHalfTwice, "canonical_names", "yields lora_A twice"),
     (adapters.NamesAHalfAsTheOther, "canonical_names", "does not name every value of a, b once"),
     (adapters.NamesWeightsOfAFolder, "canonical_names", "without an adapter_std"),
+    (adapters.ForgetsItsWeight, "canonical_names", "Adapter.weight is not the AdaptedWeight that build() was given"),
     (adapters.ClaimsAShard, "canonical_names", "says lora_A is (16, 12) where outputs of attention.q_proj are split"),
     (adapters.ForgetsItsShard, "canonical_names", "says lora_B is (10, 8) where outputs"),
     (adapters.ForgetsItsShard, "parts_of_a_weight", "the outputs of attention.q_proj split over two ranks of tp"),
@@ -74,6 +78,16 @@ class TestDrops(AdapterSuite):
 
 class TestLora(AdapterSuite):
     plugin = Lora
+
+
+class TestLoraThatDrops(AdapterSuite):
+    plugin = Lora
+    options = {"dropout": 0.25, "rank": 8}
+
+
+class TestDora(AdapterSuite):
+    plugin = Dora
+    options = {"rank": 6}
 
 
 class TestLoraOfExpertsAlone(AdapterSuite):

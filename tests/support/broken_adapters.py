@@ -29,6 +29,7 @@ class PlainAdapter(nn.Module, Adapter):
     adapts: ClassVar[tuple[str, ...]] = ("attention.", "moe.experts.")
     freezes: ClassVar[tuple[str, ...]] = ("*",)
     needs: ClassVar[tuple[str, ...]] = ("attention.*", "moe.experts.*")
+    draws: ClassVar[bool] = False
 
     def __init__(self, context: moefw.BuildContext, weight: AdaptedWeight) -> None:
         super().__init__()
@@ -117,6 +118,10 @@ class Plain(AdapterPlugin):
     def __init_subclass__(cls) -> None:
         cls.freezes = cls.made.freezes
 
+    @property
+    def draws(self) -> bool:
+        return self.made.draws
+
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         return [moefw.need("adapter", target, reason="it is asked for") for target in self.made.needs]
 
@@ -186,13 +191,30 @@ class ReturnsFp32(PlainAdapter):
 class Drops(PlainAdapter):
     """Drops half of the values of its input in training, by the keys of rows. Right in every way."""
 
+    draws: ClassVar[bool] = True
+
     def seen(self, x: Tensor, rows: RowGroups | None) -> Tensor:
         if not self.training or rows is None or rows.keys_R is None:
             return x
         return x * self.kept(x, rows.keys_R).to(x.dtype).view(x.shape) * 2
 
     def kept(self, x: Tensor, keys_R: Tensor) -> Tensor:
-        return uniform(keys_R, x.shape[-1]) < 0.5
+        return uniform(keys_R, x.shape[-1], first=self.first(x)) < 0.5
+
+    def first(self, x: Tensor) -> int:
+        shard = self.weight.shard
+        return shard.index * x.shape[-1] if shard and shard.dim == 1 else 0
+
+
+class DropsUnsaid(Drops):
+    draws: ClassVar[bool] = False
+
+
+class DropsByThePartOfARow(Drops):
+    """Ranks that split a row drop the same of their parts."""
+
+    def first(self, x: Tensor) -> int:
+        return 0
 
 
 class DropsByTheCall(Drops):
@@ -243,6 +265,12 @@ class NamesAHalfAsTheOther(PlainAdapter):
 class NamesWeightsOfAFolder(PlainAdapter):
     def canonical(self) -> Iterator[Canonical]:
         yield from (evolve(piece, adapter_std=None) for piece in super().canonical())
+
+
+class ForgetsItsWeight(PlainAdapter):
+    def __init__(self, context: moefw.BuildContext, weight: AdaptedWeight) -> None:
+        super().__init__(context, weight)
+        self.weight = evolve(weight, name="attention.proj")
 
 
 class ClaimsAShard(PlainAdapter):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 import pytest
 import torch
 from attrs import evolve, frozen
-from torch import Tensor, nn
+from torch import nn
 
 from moefw.compose.defaults import defaults
 from moefw.compose.freezing import matches
@@ -25,6 +25,7 @@ from moefw.testing.suites.adapter_case import (
     adapted,
     adapted_on_this_rank,
     adapter_of,
+    begin,
     by_merging,
     output,
     product,
@@ -74,9 +75,9 @@ class AdapterSuite(Suite):
         parts = {"precision": {"use": precision}, **settings.pop("parts", {})}
         return self.layer_case(parts=parts, **{**SIZES, **settings})
 
-    def adapter(self, case: AdapterCase, precision: str = "fp32", *, as_it_begins: bool = False) -> Any:
-        """Adapter of a weight, with random values unless it is as it begins."""
-        adapter = adapter_of(self.on(precision), case.weight, as_it_begins=as_it_begins)
+    def adapter(self, case: AdapterCase, precision: str = "fp32") -> Any:
+        """Adapter of a weight, with random values."""
+        adapter = adapter_of(self.on(precision), case.weight)
         assert isinstance(adapter, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
         assert isinstance(adapter, Adapter), f"{self.plugin.name} builds something that is no moefw.Adapter."
         return adapter.eval()
@@ -106,7 +107,7 @@ class AdapterSuite(Suite):
             if not names:
                 continue
             silent = _without_adapters(type(part))
-            choice = {**defaults()[key], **case.tree().get(key, {}), "use": silent.name}
+            choice = {**_chosen(case, key), "use": silent.name}
             refused = replace(case, parts={**case.parts, key: choice}, plugins=(*case.plugins, silent))
             try:
                 refused.resolve()
@@ -119,19 +120,20 @@ class AdapterSuite(Suite):
         """With the values with which training begins, products and the merged weight are those without it."""
         for case in self._cases():
             for precision in self.rtol:
-                adapter = self.adapter(case, precision, as_it_begins=True)
+                adapter = self.adapter(case, precision)
+                begin(adapter, case)
                 x, weight_OI, _ = case.drawn(DTYPES[precision])
                 with torch.no_grad():
                     out = output(adapter, x, weight_OI, case)
                     plain = product(x, weight_OI, case)
                     merged_OI = adapter.merged(weight_OI)
                 says = f"{self.plugin.name}: as training begins, {{}} of {case} in {precision} is not that without it"
-                fix = "Let one factor begin as zero, by adapter_std=0.0."
+                fix = "Let a factor begin as zero, by adapter_std=0.0, or with values of the weight, in begin()."
                 assert torch.equal(out, plain), f"{says.format('the product')}. {fix}"
                 assert torch.equal(merged_OI, weight_OI), f"{says.format('merged()')}. {fix}"
 
     def test_products_are_those_of_the_merged_weight(self) -> None:
-        """``x merged(W)^T`` in fp64: outputs, and gradients of rows and of each parameter, in evaluation.
+        """``x merged(W)^T``: outputs, and gradients of rows and of each parameter, in evaluation.
 
         And in training, unless the adapter drops out.
         """
@@ -156,6 +158,7 @@ class AdapterSuite(Suite):
         if not self._drops(adapter, case, torch.float32):
             pytest.skip(f"{self.plugin.name} drops nothing in training")
         name = self.plugin.name
+        assert self.part.draws, f"{name} drops in training, but draws is False: models make no keys for rows then."
         x, weight_OI, _ = case.drawn(torch.float32)
         keys = case.keys()
         assert keys.keys_R is not None
@@ -208,9 +211,9 @@ class AdapterSuite(Suite):
         for case in self._kinds_of_weight():
             axis = "etp" if case.experts else "tp"
             side = "experts" if case.experts else "dense"
-            whole = self.adapter(case)
-            expected = adapted(whole, case, torch.float32)
-            x, weight_OI, _ = case.drawn(torch.float32)
+            whole = self.adapter(case).train()
+            expected = adapted(whole, case, torch.float32, case.keys())
+            _, weight_OI, _ = case.drawn(torch.float32)
             expected["merged"] = whole.merged(weight_OI).detach()
             layer_case = self.on(tokens=(1, 1), parts={"parallel": {side: {axis: 2}}})
             for dim, split in enumerate(("outputs", "inputs")):
@@ -233,7 +236,8 @@ class AdapterSuite(Suite):
             context, assembly = open_context(self.on())
             stack: Any = assembly.parts.adapter.build_stacked(context, weight)
             who = self.plugin.name
-            assert isinstance(stack, nn.Module), f"{who} builds no torch.nn.Module for a stack of weights."
+            is_module = isinstance(stack, nn.Module)
+            assert is_module, f"{who} builds no torch.nn.Module for a stack of weights."
             is_stack = isinstance(stack, StackedAdapter)
             assert is_stack, f"{who} builds something for a stack of weights that is no moefw.StackedAdapter."
             _fill(stack)
@@ -419,6 +423,8 @@ class AdapterSuite(Suite):
     def _named(self, case: AdapterCase, weight: AdaptedWeight) -> dict[str, tuple[int, ...]]:
         """Whole shapes by name, of a weight or of a part of it. Asserts that each value has one name."""
         adapter = adapter_of(self.on(), weight)
+        is_its_own = getattr(adapter, "weight", None) == weight
+        assert is_its_own, f"{self.plugin.name}: Adapter.weight is not the AdaptedWeight that build() was given."
         shapes = self._shapes(adapter.canonical())
         marks = {id(parameter): torch.zeros_like(parameter) for parameter in adapter.parameters()}
         for piece in adapter.canonical():
@@ -447,9 +453,7 @@ class AdapterSuite(Suite):
 
     def _run(self, case: LayerCase) -> Sequence[Run]:
         """Run of each rank."""
-        runs: Sequence[Run] = self.pool.run(
-            short_run, case.world, case.tree(), STEPS, False, False, None, case.plugins
-        )
+        runs: Sequence[Run] = self.pool.run(short_run, case.world, case.tree(), STEPS, False, False, None, case.plugins)
         return runs
 
     def _alone(self) -> Run:
@@ -489,6 +493,13 @@ class AdapterSuite(Suite):
             error = worst_error(results[key], value, floor=least_scale)
             thing = {"out": "the output", "merged": "merged(W)"}.get(key, f"the gradient of {key}")
             assert error <= rtol, f"{self.plugin.name}: {thing} {says} (off by {error:.1e} of its largest value)."
+
+
+def _chosen(case: LayerCase, key: str) -> Mapping[str, Any]:
+    """The plugin of a section that a layer case chooses, and its options."""
+    tree: Any = case.tree()
+    choice: Mapping[str, Any] = tree.get(key) or defaults()[key]
+    return choice
 
 
 def _without_adapters(declaration: type[Plugin]) -> type[Plugin]:

@@ -1,8 +1,7 @@
-"""Weights with adapters: what the adapted product is, and what the merged weight in fp64 says that it is."""
+"""Weights with adapters: what the adapted product is, and what it is by the merged weight."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -68,15 +67,20 @@ class AdapterCase:
         return f"{self.name} {(self.out_dim, self.in_dim)}, rows {(*self.rows, self.in_dim)}{computed}"
 
 
-def adapter_of(layer_case: LayerCase, weight: AdaptedWeight, *, as_it_begins: bool = False) -> Any:
-    """Adapter of a weight on this rank, with random values unless it is as it begins."""
+def adapter_of(layer_case: LayerCase, weight: AdaptedWeight) -> Any:
+    """Adapter of a weight on this rank, with random values."""
     context, assembly = open_context(layer_case)
     adapter: Any = assembly.parts.adapter.build(context, weight)
     if isinstance(adapter, nn.Module):
-        initialise(adapter, seed=layer_case.seed, std=lambda _: STD)
-        if not as_it_begins:
-            draw_adapters(adapter, seed=layer_case.seed)
+        draw_adapters(adapter, seed=layer_case.seed)
     return adapter
+
+
+def begin(adapter: Any, case: AdapterCase) -> None:
+    """Give an adapter on one rank the values with which training begins."""
+    _, weight_OI, _ = case.drawn(torch.float32)
+    initialise(adapter, seed=0, std=lambda _: STD)
+    adapter.begin(weight_OI)
 
 
 def output(adapter: Any, x: Tensor, weight_OI: Tensor, case: AdapterCase, rows: RowGroups | None = None) -> Tensor:
@@ -108,15 +112,14 @@ def _results(
 
 
 def by_merging(adapter: Any, case: AdapterCase, dtype: torch.dtype) -> Results:
-    """The same of the plain product with the merged weight, in fp64 by autograd."""
-    precise = copy.deepcopy(adapter).double().eval()
-    x, weight_OI, probe = (tensor.double() for tensor in case.drawn(dtype))
-    x.requires_grad_()
-    out = (x @ precise.merged(weight_OI).mT)[..., case.computed or slice(None)]
-    precise.zero_grad()
+    """The same of the plain product in fp64 with the merged weight, by autograd."""
+    x, weight_OI, probe = case.drawn(dtype)
+    x = x.double().requires_grad_()
+    out = F.linear(x, case.of(adapter.eval().merged(weight_OI)).double())
+    adapter.zero_grad()
     (out * probe).sum().backward()
     assert x.grad is not None
-    return {"out": out.detach(), "x": x.grad, **_grads(precise)}
+    return {"out": out.detach(), "x": x.grad, **_grads(adapter)}
 
 
 def _grads(adapter: nn.Module) -> Results:
@@ -145,14 +148,14 @@ def adapted_on_this_rank(layer_case: LayerCase, case: AdapterCase, dim: int, axi
     else:
         x = x.chunk(shard.count, -1)[shard.index].contiguous()
     merged = adapter.merged(own_OI).detach()
-    return {**_results(adapter, x, own_OI, probe, case), "merged": merged}
+    return {**_results(adapter.train(), x, own_OI, probe, case, case.keys()), "merged": merged}
 
 
 class Made(TorchDispatchMode):
     """Notes the number of elements of the largest tensor that operators make, apart from views of known storages."""
 
     def __init__(self, *known: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.largest = 0
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
 

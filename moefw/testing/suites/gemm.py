@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -214,7 +214,8 @@ class GemmSuite(ReplayChecks):
             part = adapted_part(self._with_adapters(precision), "gemm")
             problem = part.problem(offered)
             assert not problem, f"{self.plugin.name} {problem}"
-            self._compare_merged(precision, part, case, lambda batch, probe: computed(part.module, batch, probe), "")
+            batch, probe = self._adapted_bench(precision, part).inputs(case, self.dims["dim"])
+            self._compare_merged(precision, part, case, computed(part.module, batch, probe), "")
 
     def test_parts_of_experts_with_adapters_add_up_to_the_whole(self) -> None:
         """With experts split over two ranks (ep 2), or each in two parts (etp 2), adapters are those of the parts."""
@@ -233,30 +234,26 @@ class GemmSuite(ReplayChecks):
             parts = self.pool.run(computed_on_this_rank, 2, layer_case, case)
             summed = {key: torch.stack([part[key].double() for part in parts]).sum(0) for key in parts[0]}
             whole = adapted_part(self._with_adapters(precision), "gemm")
-            self._compare_merged(precision, whole, case, lambda *_: summed, ", experts in two parts added up")
+            self._compare_merged(precision, whole, case, summed, ", experts in two parts added up")
 
     def _with_adapters(self, precision: str) -> LayerCase:
         """Layer case with adapters of all weights that the GEMM offers, and with its most complete formula."""
         offered = self.offers(**self.dims)["adapter"]
         return self.on(precision, self._formulas()[-1], adapter=adapters_of(offered))
 
-    def _compare_merged(
-        self,
-        precision: str,
-        part: AdaptedPart,
-        case: GemmCase,
-        compute: Callable[[ExpertBatch, Tensor], Results],
-        where: str,
-    ) -> None:
-        """Compare what experts with adapters compute with the dense formula of the merged weights."""
-        layer_case = self._with_adapters(precision)
-        bench = Bench(part.module, part.row_alignment, precision, layer_case)
+    def _adapted_bench(self, precision: str, part: AdaptedPart) -> Bench:
+        """Bench of experts with adapters."""
+        return Bench(part.module, part.row_alignment, precision, self._with_adapters(precision))
+
+    def _compare_merged(self, precision: str, part: AdaptedPart, case: GemmCase, results: Results, where: str) -> None:
+        """Compare what experts with adapters computed with the dense formula of the merged weights."""
+        bench = self._adapted_bench(precision, part)
         batch, probe = bench.inputs(case, self.dims["dim"])
         merged = part.merged()
-        of_merged = dense(merged.weights, case, batch, probe, bench.alignment, layer_case.activation.clamp)
+        of_merged = dense(merged.weights, case, batch, probe, bench.alignment, bench.layer_case.activation.clamp)
         expected = {key: of_merged[key] for key in ("out", "rows", "row_weights")} | merged.gradients(of_merged)
         self._compare(
-            compute(batch, probe),
+            results,
             expected,
             rtol=ROUNDED_TWICE * self.rtol[precision],
             terms=terms_of_row_weights(of_merged, batch, probe),

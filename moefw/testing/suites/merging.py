@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ from moefw.testing.suites.runs import open_context
 
 Results = dict[str, Tensor]
 STD = 0.3
+
 
 @frozen
 class Noted(AdapterPlugin):
@@ -62,7 +62,7 @@ class AdaptedPart:
         pieces = {piece.name: piece for piece in canonical_parameters(self.module)}
         for name in offered:
             if name not in {weight.name for weight, _ in self.asked}:
-                return f"offers the adapter {name}, but asks for none. Ask context.adapter(AdaptedWeight(name={name!r}))."
+                return f"offers the adapter {name}, but asks for none. Call context.adapter(...) for it."
         for weight, adapter in self.asked:
             if weight.name not in offered:
                 return f"asks for the adapter {weight.name}, which it does not offer."
@@ -89,49 +89,38 @@ class AdaptedPart:
 
 
 class Merged:
-    """Weights of a part by canonical name in fp64, merged with the adapters. Gradients come back through the merge."""
+    """Weights of a part by canonical name, merged with the adapters. Gradients come back through the merge."""
 
     def __init__(self, part: AdaptedPart) -> None:
         pieces = {piece.name: piece for piece in canonical_parameters(part.module)}
         self._adapters = {name: piece for name, piece in pieces.items() if piece.of_adapter}
         self._weights: Results = {
-            name: piece.of(piece.parameter.detach()).double().requires_grad_()
+            name: piece.of(piece.parameter.detach()).clone().requires_grad_()
             for name, piece in pieces.items()
             if not piece.of_adapter
         }
-        self._precise: dict[int, Tensor] = {}
-        """By the id of a parameter of an adapter: the same in fp64."""
         merged = dict(self._weights)
         for weight, adapter in part.asked:
-            precise = copy.deepcopy(adapter).double().eval()
-            for parameter, double in zip(adapter.parameters(), precise.parameters(), strict=True):
-                self._precise[id(parameter)] = double
             for expert in [None] if weight.experts is None else weight.experts:
                 bases = list(_bases(weight, expert))
                 whole = torch.cat([self._weights[base] for base, _ in bases])
-                is_stack = isinstance(precise, StackedAdapter)
-                sum_OI = precise.merged(whole, expert) if is_stack else precise.merged(whole)
-                merged |= {base: sum_OI[rows] for base, rows in bases}
+                is_stack = isinstance(adapter, StackedAdapter)
+                merged_OI = adapter.merged(whole, expert) if is_stack else adapter.merged(whole)
+                merged |= {base: merged_OI[rows] for base, rows in bases}
         self._merged = merged
         self.weights: Results = {name: weight.detach() for name, weight in merged.items()}
 
     def gradients(self, of_merged: Mapping[str, Tensor]) -> Results:
         """Gradients of all parameters by canonical name, given those of the merged weights."""
         names = [name for name in self._merged if name in of_merged]
-        variables = [*self._weights.values(), *self._precise.values()]
-        grads = torch.autograd.grad(
-            [self._merged[name] for name in names],
-            variables,
-            [of_merged[name].double() for name in names],
-            allow_unused=True,
-        )
+        parameters = dict.fromkeys(piece.parameter for piece in self._adapters.values())
+        variables: list[Tensor] = [*self._weights.values(), *parameters]
+        merged = [self._merged[name] for name in names]
+        grads = torch.autograd.grad(merged, variables, [of_merged[name].float() for name in names], allow_unused=True)
         filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables, grads, strict=True)]
         of_weights = dict(zip(self._weights, filled, strict=False))
-        of_precise = dict(zip(self._precise, filled[len(self._weights) :], strict=True))
-        of_adapters = {
-            name: piece.of(of_precise[id(piece.parameter)]) for name, piece in self._adapters.items()
-        }
-        return of_weights | of_adapters
+        of_parameters = dict(zip(parameters, filled[len(self._weights) :], strict=True))
+        return of_weights | {name: piece.of(of_parameters[piece.parameter]) for name, piece in self._adapters.items()}
 
 
 def adapted_part(layer_case: LayerCase, key: str) -> AdaptedPart:

@@ -21,14 +21,14 @@ class SampleAdapter(nn.Module, moefw.Adapter):
     def __init__(self, context: moefw.BuildContext, weight: moefw.AdaptedWeight, rank: int) -> None:
         super().__init__()
         out_dim, in_dim = weight.shape
-        self._weight = weight
+        self.weight = weight
         self._recipe = context.fallback.at(weight.name)
         self.a = nn.Parameter(torch.empty(rank, in_dim))
         self.b = nn.Parameter(torch.empty(out_dim, rank))
 
     def forward(self, x: Tensor, out: Tensor, weight: Tensor, rows: RowGroups | None = None) -> Tensor:
         """``(..., O)``, adapted. Two narrow products: ``B A`` would have the size of the weight."""
-        b = self.b if self._weight.computed is None else self.b[self._weight.computed]
+        b = self.b if self.weight.computed is None else self.b[self.weight.computed]
         low = moefw.linear(x, self.a, self._recipe, rows)
         return out + moefw.linear(low, b, self._recipe, rows)
 
@@ -38,7 +38,7 @@ class SampleAdapter(nn.Module, moefw.Adapter):
 
     def canonical(self) -> Iterator[moefw.Canonical]:
         """Yield A and B. Where ranks split the weight, each has the part of one, and all of the other."""
-        shard = self._weight.shard
+        shard = self.weight.shard
         of_inputs = shard if shard is not None and shard.dim == 1 else None
         of_outputs = shard if shard is not None and shard.dim == 0 else None
         yield moefw.Canonical("lora_A", self.a, shard=of_inputs, adapter_std=0.02)
