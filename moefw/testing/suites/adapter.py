@@ -497,9 +497,8 @@ class AdapterSuite(Suite):
 
 def _chosen(case: LayerCase, key: str) -> Mapping[str, Any]:
     """The plugin of a section that a layer case chooses, and its options."""
-    tree: Any = case.tree()
-    choice: Mapping[str, Any] = tree.get(key) or defaults()[key]
-    return choice
+    choice: Any = case.tree().get(key, defaults()[key])
+    return dict(choice)
 
 
 def _without_adapters(declaration: type[Plugin]) -> type[Plugin]:
