@@ -72,6 +72,7 @@ class TestPlain(AdapterSuite):
     plugin = adapters.PLUGINS[adapters.PlainAdapter]
 
 
+@pytest.mark.deep
 class TestDrops(AdapterSuite):
     plugin = adapters.PLUGINS[adapters.Drops]
 
@@ -90,6 +91,7 @@ class TestDora(AdapterSuite):
     options = {"rank": 6}
 
 
+@pytest.mark.deep
 class TestLoraOfExpertsAlone(AdapterSuite):
     plugin = Lora
     options = {"targets": ["moe.experts.*"], "rank": 8, "rslora": True}

@@ -15,7 +15,7 @@ from resolved_specs import refusal, registry, resolved
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quack_gemm"))
 
-import moefw_quack  # noqa: E402
+import moefw_quack
 
 WITH_QUACK = registry(gemms=moefw_quack.moefw_gemms())
 
