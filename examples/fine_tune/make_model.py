@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 import sysconfig
@@ -11,10 +12,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCABULARY = 1024
+END = "<|endoftext|>"
+TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.role == "assistant" %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
+{% else %}{{ message.content }}<|im_end|>
+{% endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+"""ChatML. What stands between the marks of ``generation`` is an answer, which trains."""
 
 
 def main(folder: pathlib.Path) -> None:
-    """Write the model, with random weights, and a tokenizer of the standard library's sources."""
+    """Write the model, with random weights, a tokenizer of the standard library's sources, and a chat template."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -36,13 +49,15 @@ def main(folder: pathlib.Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=[END, "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     sources = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
     tokenizer.train_from_iterator((path.read_text(errors="replace") for path in sources), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,16 @@ def import_(folder: str, run: str) -> int:
 @click.argument("run", type=click.Path())
 @click.argument("folder", type=click.Path())
 @click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option(
+    "--adapter",
+    type=click.Choice(["merge", "peft", "vllm"]),
+    default="merge",
+    show_default=True,
+    help="Adapters of the run: merged into the weights, or alone (in fp32), in the files of PEFT or those of vLLM.",
+)
 @click.option("--step", type=click.IntRange(min=0), help="The checkpoint of a step; by default the last.")
-def export(run: str, folder: str, dtype: str, step: int | None) -> int:
-    """Write a checkpoint of RUN (a run's folder) into FOLDER, which transformers loads."""
+def export(run: str, folder: str, dtype: str, adapter: Any, step: int | None) -> int:
+    """Write a checkpoint of RUN (a run's folder) into FOLDER, which transformers loads, or peft its adapter."""
     assembly = specs.read_run(run, ())
     import torch
 
@@ -44,6 +51,16 @@ def export(run: str, folder: str, dtype: str, step: int | None) -> int:
     from moefw.training.resume import candidates
 
     ((number, checkpoint),) = candidates(Path(run), "last" if step is None else step)
+    if adapter != "merge":
+        from moefw.training.exporting_adapters import export_adapter
+
+        left_out = export_adapter(assembly, checkpoint, Path(folder), adapter)
+        click.echo(f"{folder} holds the adapter of step {number}, of {assembly.spec.train.weights}")
+        if left_out:
+            click.echo(
+                f"left out, as transformers builds no layers that predict further tokens: {len(left_out)} tensors"
+            )
+        return 0
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     family = write(assembly, checkpoint, Path(folder), dtypes[dtype])
     click.echo(f"{folder} holds the model of step {number}: {family}, {dtype}")

@@ -15,6 +15,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moefw.compose.adapter_weights import read_adapter
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
@@ -169,6 +170,7 @@ def read_weights(
     fill(module, folder, source.origins, group, frozen_alone=frozen_alone)
     if not frozen_alone:
         begin_adapters(module)
+        read_adapter(module, assembly, group)
     return source
 
 

@@ -220,6 +220,10 @@ class AdapterPlugin(Plugin):
         """Adapter of one matrix."""
         raise NotImplementedError
 
+    def anchored(self) -> AdapterPlugin:
+        """Same adapters with absolute paths, so that a spec works from any folder."""
+        return self
+
     def build_stacked(self, context: BuildContext, weight: AdaptedWeight) -> StackedAdapter:
         """Adapters of the matrices of all experts of ``weight``."""
         raise NotImplementedError

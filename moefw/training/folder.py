@@ -114,7 +114,7 @@ def _is_same_run(run_dir: Path, assembly: Assembly) -> bool:
 
 def kept_spec(assembly: Assembly) -> dict[str, Any]:
     """Resolved spec as a run's folder keeps it, valid from any working directory."""
-    parts = evolve(assembly.parts, data=assembly.parts.data.anchored())
+    parts = evolve(assembly.parts, data=assembly.parts.data.anchored(), adapter=assembly.parts.adapter.anchored())
     kept: dict[str, Any] = json.loads(json.dumps(evolve(assembly, parts=parts).resolved()))
     for path in ("weights", "replay_routes"):
         if kept["train"][path] is not None:

@@ -20,6 +20,7 @@ from moefw.compose.pretrained import read_weights
 from moefw.compose.routes import ROUTES
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import Problem, RunError
+from moefw.models.huggingface.beside import CHAT, hand_on
 from moefw.runtime.communication.agreement import anywhere
 from moefw.system.stamps import stamp
 from moefw.training import checkpoint, ledger_file
@@ -175,6 +176,10 @@ class Trainer:
             write_origins(self.run_dir / ORIGINS, assembly.origins.of(kept_spec(assembly)))
         with self.files.writing(self.run_dir / TOKENIZER):
             self.session.data.save_tokenizer(self.run_dir)
+            if self.spec.weights is not None:
+                for name in CHAT:
+                    if not (self.run_dir / name).exists():  # the data may have one of their own
+                        hand_on(Path(self.spec.weights) / name, self.run_dir / name)
         self.log.open(self.run_dir, keep_until=self.start if self.resumes else None, writing=self.files.writing)
         if self.resumed is None:
             self.log.event("start", self.start, **about)

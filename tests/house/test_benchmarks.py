@@ -42,6 +42,16 @@ def test_dropped_rows_leave_the_tokens_and_the_pre_activation(monkeypatch: pytes
     assert held["keep"] - held["recompute dispatch"] == pytest.approx(rows, abs=0.02)
 
 
+def test_adapters_are_measured_beside_those_of_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    fine_tune = importlib.import_module("fine_tune")
+    rows = fine_tune.measure(fine_tune.SMALL, (1, 32), rounds=1)
+    ours, peer, whole = (rows[name] for name in (fine_tune.OURS, fine_tune.PEER, "moefw, all weights"))
+    assert ours["trained"] == peer["trained"] < whole["trained"] / 4
+    assert ours["state_bytes"] == peer["state_bytes"] == 2 * 4 * ours["trained"]
+    assert ours["saved_bytes"] < peer["saved_bytes"]
+
+
 def test_a_recorded_step_is_measured_beside_one_that_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("MOEFW_RESULTS", str(tmp_path))

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import moefw
 from hf_models import MODELS, VOCABULARY, loaded, model_of
+from moefw.compose.adapter_weights import adapter_config
+from moefw.models.huggingface.adapter_files import write_adapter
+from moefw.models.huggingface.adapter_folder import AdapterFolder
+from moefw.models.huggingface.loading import wanted
 from moefw.runtime.naming import canonical_parameters, draw
 from moefw.testing.pool import RankPool
+from pairwise import deep, quick
 
 IDS = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
 LORA = {"use": "lora", "rank": 8, "alpha": 4.0}
 
 
-def adapted(folder: Path, **sections: object) -> moefw.Pretrained:
-    """A model with random adapters, the same in every layout."""
-    model = moefw.from_pretrained(folder, adapter=LORA, **sections)
+def adapted(folder: Path, adapter: Mapping[str, Any] = LORA, **sections: Any) -> moefw.Pretrained:
+    """A model with random adapters, the same in every layout. Magnitudes are near those of the weights."""
+    model = moefw.from_pretrained(folder, adapter=adapter, **sections)
     with torch.no_grad():
         for piece in canonical_parameters(model.module):
             if piece.of_adapter:
                 values = piece.of(piece.parameter)
                 whole = draw(piece.name, piece.shard.whole(values.shape) if piece.shard else values.shape, 0.05, seed=1)
-                values.copy_(piece.shard.of(whole) if piece.shard else whole)
+                drawn = piece.shard.of(whole) if piece.shard else whole
+                values.copy_(values * (1 + drawn) if piece.name.endswith("lora_magnitude") else drawn)
     return model.eval()
 
 
@@ -71,3 +80,108 @@ def test_ranks_that_shard_weights_do_not_merge(pool: RankPool, tmp_path: Path) -
     with pytest.raises(moefw.ContractError, match="adapters are merged into weights by ranks that have both"):
         pool.run(save_sharded, 2, tmp_path)
     assert not (tmp_path / "sharded").exists()
+
+
+def tensors_of_adapter(model: moefw.Pretrained) -> dict[str, torch.Tensor]:
+    return {
+        piece.name: piece.of(piece.parameter.detach())
+        for piece in canonical_parameters(model.module)
+        if piece.of_adapter
+    }
+
+
+def as_written_by_peft(peft: Any, folder: Path, shapes: Mapping[str, Any], family: str) -> dict[str, torch.Tensor]:
+    """What a model of PEFT has, by our names."""
+    peft.save_pretrained(folder)
+    adapter = AdapterFolder(folder, shapes, model_type=family, num_layers=9)
+    with adapter.reading() as read:
+        return {name: read(name).clone() for name in adapter.shapes}
+
+
+@pytest.mark.parametrize("family", quick(MODELS, "qwen3_moe", "gpt_oss", "deepseek_v3"))
+@pytest.mark.parametrize("use", ["lora", *deep("dora")])
+def test_gradients_and_five_steps_of_adamw_are_those_of_peft(family: str, use: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    oracle = model_of(family)
+    oracle.save_pretrained(tmp_path / "base")
+    options = {**LORA, "use": use, **({"targets": ["attention.*"]} if use == "dora" else {})}
+    model = adapted(tmp_path / "base", options).train()
+    own = tensors_of_adapter(model)
+    write_adapter(
+        tmp_path / "adapter",
+        adapter_config(model.assembly),
+        {name: tuple(value.shape) for name, value in own.items()},
+        own.__getitem__,
+        model_type=family,
+        num_layers=9,
+    )
+    peft = PeftModel.from_pretrained(oracle, tmp_path / "adapter", is_trainable=True)
+    shapes = dict(wanted(model.module))
+    optimizers = [
+        torch.optim.AdamW([each for each in trained.parameters() if each.requires_grad], lr=1e-2, weight_decay=0.1)
+        for trained in (model.module, peft)
+    ]
+    for step in range(5):
+        ids = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(step))
+        losses = [
+            torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+            for logits in (model(ids), peft(input_ids=ids).logits)
+        ]
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        if step == 0:
+            compare_gradients(model, peft, tmp_path / "gradients", shapes, family)
+        for optimizer in optimizers:
+            optimizer.step()
+    theirs = as_written_by_peft(peft, tmp_path / "after", shapes, family)
+    assert theirs.keys() == own.keys()
+    for name, value in tensors_of_adapter(model).items():
+        # AdamW makes of the last bits of a gradient near zero a share of its step.
+        error = (value - theirs[name]).norm() / theirs[name].norm()
+        assert error < 2e-3, f"{name}: {error:.1e}"
+
+
+def compare_gradients(model: moefw.Pretrained, peft: Any, folder: Path, shapes: Mapping[str, Any], family: str) -> None:
+    """Compare every gradient: PEFT writes its own as if they were its adapters."""
+    copy = deepcopy(peft)
+    with torch.no_grad():
+        pairs = zip(copy.parameters(), peft.parameters(), strict=True)
+        for parameter, original in pairs:
+            if original.requires_grad:
+                parameter.copy_(original.grad)
+    theirs = as_written_by_peft(copy, folder, shapes, family)
+    for piece in canonical_parameters(model.module):
+        if piece.of_adapter:
+            grad = piece.of(piece.parameter.grad)
+            error = (grad - theirs[piece.name]).norm() / theirs[piece.name].norm().clamp_min(1e-8)
+            assert error < 1e-4, f"{piece.name}: {error:.1e}"
+
+
+def test_a_model_begins_with_an_adapter_of_peft(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    oracle = model_of("qwen3_moe")
+    oracle.save_pretrained(tmp_path / "base")
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=8, lora_alpha=4, target_modules=["q_proj", "v_proj"], target_parameters=parameters)
+    peft = get_peft_model(oracle, config).eval()
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(draw(name, parameter.shape, 0.05, seed=2))
+    peft.save_pretrained(tmp_path / "adapter")
+    targets = ["attention.q_proj", "attention.v_proj", "moe.experts.*"]
+    begins = {**LORA, "weights": str(tmp_path / "adapter"), "targets": targets}
+    wanted_logits = peft(input_ids=IDS).logits
+    logits = moefw.from_pretrained(tmp_path / "base", adapter=begins).eval()(IDS)
+    assert (logits - wanted_logits).abs().max() <= 2e-5 * wanted_logits.abs().max()
+    with pytest.raises(moefw.CheckpointError) as caught:
+        moefw.from_pretrained(tmp_path / "base", adapter={**begins, "targets": None, "alpha": 16.0, "rank": 16})
+    told = str(caught.value)
+    assert "adapter.rank is 16, and" in told
+    assert "has 8. Use rank: 8." in told
+    assert "adapter.alpha is 16.0" in told
+    assert "lacks layers.0.attention.k_proj.lora_A" in told

@@ -89,3 +89,49 @@ def test_check_asks_for_the_folder_and_for_a_rank_that_grouped_products_have(spe
     told = moefw_says("check", spec, "adapter.rank=12", code=2)
     assert "lora trains beside the weights of a folder, and train.weights names none. Name one." in told
     assert "rank 12: grouped products of experts want a rank that is a multiple of 8." in told
+
+
+def test_an_adapter_of_a_run_is_loaded_by_peft_and_by_another_run(spec: Path, tmp_path: Path) -> None:
+    import transformers
+    from peft import PeftModel
+
+    moefw_says("train", spec)
+    told = moefw_says("convert", "export", tmp_path / "run", tmp_path / "adapter", "--adapter", "peft")
+    assert f"{tmp_path}/adapter holds the adapter of step 4, of {tmp_path}/base" in told
+    ids_BS = torch.arange(60).view(2, 30)
+    with open_trained(read_run(str(tmp_path / "run"), ())) as (session, _), torch.no_grad():
+        model: Any = session.model.eval()
+        wanted, _ = model.logits(Batch(ids_BS=ids_BS, labels_BS=ids_BS, dropless=True))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    logits = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(input_ids=ids_BS).logits
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+    begins = f"adapter.weights={tmp_path}/adapter"
+    moefw_says("train", spec, begins, f"run.dir={tmp_path}/next", "train.steps=1")
+    assert losses(tmp_path / "next")[0] < losses(tmp_path / "run")[0]
+    assert f"weights: {tmp_path}/adapter" in (tmp_path / "next" / "spec.yaml").read_text()
+    assert "adapter.rank is 16, and" in complaint("train", spec, begins, "adapter.rank=16")
+
+
+def test_what_has_no_files_of_peft_is_refused(spec: Path, tmp_path: Path) -> None:
+    export = ("convert", "export", tmp_path / "run", tmp_path / "out", "--adapter", "peft")
+    moefw_says("train", spec, "train.freeze=['layers.*.moe.experts.*']")
+    assert "also has weights that trained beside adapters, such as embed.weight." in complaint(*export)
+    moefw_says("train", spec, "adapter={use: none}", "train.freeze=[embed.weight]")
+    assert "adapter none has no files of PEFT: only lora and dora have. Leave --adapter out." in complaint(*export)
+    assert not (tmp_path / "out").exists()
+
+
+def test_dora_goes_out_and_in_again(spec: Path, tmp_path: Path) -> None:
+    dora = "adapter={use: dora, rank: 4, alpha: 8.0}"
+    moefw_says("train", spec, dora)
+    moefw_says("convert", "export", tmp_path / "run", tmp_path / "adapter", "--adapter", "peft")
+    begins = f"adapter={{use: dora, rank: 4, alpha: 8.0, weights: {tmp_path}/adapter}}"
+    moefw_says("train", spec, begins, f"run.dir={tmp_path}/next", "train.steps=1", "train.lr=1e-12")
+    saved, again = (
+        load_file(tmp_path / run / "checkpoints" / step / "rank-00000.safetensors")
+        for run, step in (("run", "step-4"), ("next", "step-1"))
+    )
+    names = [name for name in saved if name.startswith("model/")]
+    assert {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B", "lora_magnitude"}
+    for name in names:
+        torch.testing.assert_close(again[name], saved[name], rtol=1e-6, atol=1e-9)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import ClassVar
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import ge, gt
 
 import moefw
@@ -40,6 +41,9 @@ class LowRankOptions(AdapterPlugin):
     ``attention.q_proj``, ``mlp.*`` (of layers without experts), ``moe.shared_expert.*``, ``moe.experts.gate_up_proj``.
     """
 
+    weights: str | None = None
+    """Folder of an adapter in files of PEFT to begin with; null: new ones, which change nothing at first."""
+
     @property
     def scale(self) -> float:
         """Factor of ``(x A^T) B^T``."""
@@ -55,6 +59,10 @@ class LowRankOptions(AdapterPlugin):
         """Yield a problem if there are no targets."""
         if self.targets == ():
             yield moefw.Problem("no weight gets an adapter.", "Name some, or null for all.", "targets")
+
+    def anchored(self) -> LowRankOptions:
+        """Same adapters with absolute paths."""
+        return self if self.weights is None else evolve(self, weights=str(Path(self.weights).absolute()))
 
     def adapts(self, weight: str) -> bool:
         """Whether a weight is one of the targets."""
