@@ -34,6 +34,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (adapters.MakesTheMergedWeight, "nothing_of_the_size", "makes a tensor of 4,096 values beside a weight of 4,096"),
     (adapters.NamesAHalfTwice, "canonical_names", "yields lora_A twice"),
     (adapters.NamesAHalfAsTheOther, "canonical_names", "does not name every value of a, b once"),
+    (adapters.NamesOneExpertAsAnother, "canonical_names", "are called layers.1.moe.experts.2.down_proj.lora_A"),
     (adapters.NamesWeightsOfAFolder, "canonical_names", "without an adapter_std"),
     (adapters.ForgetsItsWeight, "canonical_names", "Adapter.weight is not the AdaptedWeight that build() was given"),
     (adapters.ClaimsAShard, "canonical_names", "says lora_A is (16, 12) where outputs of attention.q_proj are split"),

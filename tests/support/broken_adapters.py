@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -260,6 +261,12 @@ class NamesAHalfAsTheOther(PlainAdapter):
     def canonical(self) -> Iterator[Canonical]:
         first, *others = super().canonical()
         yield from (first, *(evolve(piece, parameter=first.parameter, index=()) for piece in others))
+
+
+class NamesOneExpertAsAnother(PlainAdapter):
+    def canonical(self) -> Iterator[Canonical]:
+        pieces = super().canonical()
+        yield from (evolve(piece, name=re.sub(r"^[23]\.", "2.", piece.name)) for piece in pieces)
 
 
 class NamesWeightsOfAFolder(PlainAdapter):

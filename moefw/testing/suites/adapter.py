@@ -202,6 +202,9 @@ class AdapterSuite(Suite):
                     right = shapes.get(parameter)
                     says = f"{name}: canonical() says {parameter} is {right} where {'inputs' if dim else 'outputs'}"
                     assert right == shape, f"{says} of {case.name} are split in two; {shape} is right."
+        names = self._names_of_adapters()
+        twice = ", ".join(sorted({parameter for parameter in names if names.count(parameter) > 1}))
+        assert not twice, f"{name}: in a model, several parameters are called {twice}. Names of experts have a number."
 
     def test_parts_of_a_weight_have_parts_of_its_adapter(self) -> None:
         """Two ranks with a part each: outputs and gradients are those of one rank, in parts or as sums.
@@ -300,7 +303,7 @@ class AdapterSuite(Suite):
         still = sorted(key for key in of_adapters if torch.equal(run.last[key], run.first[key]))
         assert of_adapters, f"{name}: a model with it has no more parameters than without it."
         assert not still, f"{name}: {still[0]} does not train: it has its first values after {STEPS} steps."
-        held_back = [key for key in run.last.keys() - of_adapters if matches(key, self.plugin.freezes)]
+        held_back = [key for key in run.last.keys() - {*of_adapters} if matches(key, self.plugin.freezes)]
         moved = sorted(key for key in held_back if not torch.equal(run.last[key], run.first[key]))
         assert not moved, f"{name}: {moved[0]} trains, though the plugin freezes it."
 
@@ -461,10 +464,11 @@ class AdapterSuite(Suite):
         (run,) = self._run(self._whole_model(1, {}))
         return run
 
-    def _names_of_adapters(self) -> set[str]:
-        """Names of the parameters of the adapters of that model."""
-        model = on_meta(self._whole_model(1, {}).resolve())
-        return {piece.name for piece in canonical_parameters(model) if piece.of_adapter}
+    def _names_of_adapters(self) -> list[str]:
+        """Names of the parameters of the adapters of that model, in which GEMMs ask for adapters one by one."""
+        case = self._whole_model(1, {})
+        assembly = replace(case, parts={"gemm": {"use": "loop"}, **case.parts}).resolve()
+        return [piece.name for piece in canonical_parameters(on_meta(assembly)) if piece.of_adapter]
 
     def _same_run(self, run: Run, alone: Run, layout: str) -> None:
         """Assert that a run went as on one rank."""
