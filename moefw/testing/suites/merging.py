@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moefw.core.context import BuildContext
 from moefw.core.contracts import StackedAdapter
 from moefw.core.plugin import AdapterPlugin
-from moefw.core.records import AdaptedWeight
+from moefw.core.records import AdaptedWeight, Canonical
 from moefw.runtime.naming import canonical_parameters, draw, initialise
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import open_context
@@ -58,30 +58,24 @@ class AdaptedPart:
 
     def problem(self, offered: Sequence[str]) -> str:
         """What is wrong with the adapters for which the part asked, as the end of a sentence; empty: nothing."""
-        kept = {id(module) for module in self.module.modules()}
-        pieces = {piece.name: piece for piece in canonical_parameters(self.module)}
+        return next(self._problems(offered), "")
+
+    def _problems(self, offered: Sequence[str]) -> Iterator[str]:
+        asked = {weight.name for weight, _ in self.asked}
         for name in offered:
-            if name not in {weight.name for weight, _ in self.asked}:
-                return f"offers the adapter {name}, but asks for none. Call context.adapter(...) for it."
+            if name not in asked:
+                yield f"offers the adapter {name}, but asks for none. Call context.adapter(...) for it."
+        pieces = {piece.name: piece for piece in canonical_parameters(self.module)}
+        named = {piece.parameter for piece in pieces.values()}
         for weight, adapter in self.asked:
             if weight.name not in offered:
-                return f"asks for the adapter {weight.name}, which it does not offer."
-            if id(adapter) not in kept:
-                return f"does not keep the adapter {weight.name} as a module, so it does not train."
-            for piece_of_adapter in adapter.canonical():
-                if not any(piece.parameter is piece_of_adapter.parameter for piece in pieces.values()):
-                    return f"does not name the parameters of the adapter {weight.name}. Yield from its canonical()."
+                yield f"asks for the adapter {weight.name}, which it does not offer."
+            if adapter not in self.module.modules():
+                yield f"does not keep the adapter {weight.name} as a module, so it does not train."
+            if not named.issuperset(adapter.parameters()):
+                yield f"does not name the parameters of the adapter {weight.name}. Yield from its canonical()."
             for base, rows in _bases(weight):
-                if base not in pieces:
-                    return f"asks for an adapter of {weight.name}, but names no weight {base}."
-                piece = pieces[base]
-                out_dim = len(range(*rows.indices(weight.shape[0])))
-                shape = tuple(piece.of(piece.parameter).shape)
-                if shape != (out_dim, weight.shape[1]):
-                    return f"asks for an adapter of {base} with the shape {(out_dim, weight.shape[1])}; it is {shape}."
-                if piece.shard != weight.shard:
-                    return f"asks for an adapter of {base} with shard={weight.shard}; it is {piece.shard}."
-        return ""
+                yield from _differences(weight, rows, base, pieces.get(base))
 
     def merged(self) -> Merged:
         """The weights of the part on one rank, each merged with its adapter."""
@@ -118,9 +112,23 @@ class Merged:
         merged = [self._merged[name] for name in names]
         grads = torch.autograd.grad(merged, variables, [of_merged[name].float() for name in names], allow_unused=True)
         filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables, grads, strict=True)]
-        of_weights = dict(zip(self._weights, filled, strict=False))
-        of_parameters = dict(zip(parameters, filled[len(self._weights) :], strict=True))
+        count = len(self._weights)
+        of_weights = dict(zip(self._weights, filled[:count], strict=True))
+        of_parameters = dict(zip(parameters, filled[count:], strict=True))
         return of_weights | {name: piece.of(of_parameters[piece.parameter]) for name, piece in self._adapters.items()}
+
+
+def _differences(weight: AdaptedWeight, rows: slice, base: str, piece: Canonical | None) -> Iterator[str]:
+    """Yield how the weight for which an adapter was asked differs from the one called ``base``, its ``rows``."""
+    if piece is None:
+        yield f"asks for an adapter of {weight.name}, but names no weight {base}."
+        return
+    shape = (len(range(*rows.indices(weight.shape[0]))), weight.shape[1])
+    right = tuple(piece.of(piece.parameter).shape)
+    if shape != right:
+        yield f"asks for an adapter of {base} with the shape {shape}; it is {right}."
+    if weight.shard != piece.shard:
+        yield f"asks for an adapter of {base} with shard={weight.shard}; it is {piece.shard}."
 
 
 def adapted_part(layer_case: LayerCase, key: str) -> AdaptedPart:
