@@ -126,8 +126,9 @@ class Inline(nn.Module):
         slots = sort_slots(ids_TK, EXPERTS, num_rows=ids_TK.numel())
         weights_R = weights_TK.flatten().index_select(0, slots.slot_R)
         about = (slots.counts.cumsum(0, dtype=torch.int32), None, None)
-        h_RH = _In.apply(RECIPE, gather(x_TD, slots.rows), *about, self.gate_up)
-        rows_RD = _Out.apply(RECIPE, None, h_RH, weights_R, *about, self.down)
+        no_adapter = (None, None, None)
+        h_RH = _In.apply(self.gate_up, *no_adapter, RECIPE, gather(x_TD, slots.rows), *about)
+        rows_RD = _Out.apply(self.down, *no_adapter, RECIPE, None, h_RH, weights_R, *about)
         return gather_sum(rows_RD, slots.rows)
 
 

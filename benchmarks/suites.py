@@ -34,6 +34,7 @@ PLUGINS: Final[Mapping[str, tuple[str, str]]] = {
     "gemm": ("grouped", "{}"),
     "precision": ("bf16", "{}"),
     "memory_policy": ("recompute", "{}"),
+    "adapter": ("lora", "{}"),
     "layout": ("folded", "{}"),
     "pipeline": ("1f1b", "{}"),
     "data_source": ("text", "{}"),

@@ -37,6 +37,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "named_products": "each GEMM has a recipe of its own, `Precision.at(name, groups=...)`, that may remember steps",
     "formula": "what experts compute: `swiglu`, `clamped_swiglu`, and `bias` if they can have biases (`moefw.Dims`)",
     "activations_kept": "activations that backward reads are saved through `Precision.keep_activation`",
+    "adapter": "names of weights with whose adapters a part multiplies, `attention.q_proj`; a need is a pattern of one",
     "row_keys": "each row that a GEMM gets comes with the key of its token, if the recipe draws random numbers",
     "layer_losses": "the model's losses include those that `Router.over_layers` makes of all layers' `Routing.pooled`",
     "replays": "where a part runs the same operators on the same shapes whatever the values, and the host reads none, "
@@ -60,6 +61,7 @@ SETTLED: Final[Mapping[Rule, tuple[str, str, str]]] = {
     ),
     "some": ("a tuple of items", "an item", "some offer has the item"),
     "some at least": ("a tuple of one number", "a number", "some offer is at least as large"),
+    "some like": ("a tuple of names", "a pattern", "some offer has a name that matches it; `*` is any characters"),
     "some dividing": ("a tuple of pairs", "a pair", "the axis has a size that divides the number"),
     "all": ("`True` or `False`", "`True`", "every part offers `True`"),
 }

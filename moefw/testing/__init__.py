@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moefw.testing.oracle import Rule, Truth, dense_moe
     from moefw.testing.pool import RankPool
     from moefw.testing.profiles import Profile
+    from moefw.testing.suites.adapter import AdapterSuite
     from moefw.testing.suites.attention import AttentionSuite
     from moefw.testing.suites.base import Suite
     from moefw.testing.suites.context_parallel import ContextParallelSuite
@@ -52,6 +53,7 @@ _HOMES = {
 """Module of each public name. Modules are imported on first use, because they import torch and hypothesis."""
 
 __all__ = [
+    "AdapterSuite",
     "AttentionSuite",
     "ContextParallelSuite",
     "DataSourceSuite",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from moefw.testing.announce import with_plugins
 from moefw.testing.oracle import Rule, Truth, dense_moe
 from moefw.testing.poisoned import poisoned_memory
 from moefw_kernels.random import token_keys, uniform
+
+NO_FOLDER: Final = "of-no-folder"
+"""Folder of weights of a layer case with adapters, which nothing reads: frozen weights keep their first values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +145,10 @@ class LayerCase:
         model = {"num_layers": 1, "shared_expert_dim": shared_dim, **sizes, **formula}
         train = {"tokens_per_step": 16 * self.world, "micro_batch": 1, "seq_len": 16}
         attention = {"use": "gqa", "num_heads": 2, "head_dim": 4}
-        return {"model": model, "attention": attention, "train": train, "run": {"device": "cpu"}, **self.parts}
+        spec = {"model": model, "attention": attention, "train": train, "run": {"device": "cpu"}, **self.parts}
+        if "adapter" in self.parts:
+            spec["train"] = {**spec["train"], "weights": NO_FOLDER}
+        return spec
 
     def resolve(self) -> Assembly:
         """Resolve the layer case's spec without changes. Raises the errors of resolve."""

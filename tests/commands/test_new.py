@@ -71,7 +71,7 @@ def test_a_package_has_its_names_and_no_others(packages: dict[str, Path], kind: 
             assert not any(word in path + text for word in ("sample", "Sample", "{kind}", "{spec}", "{changes}"))
     assert f'{called(kind)} = "moefw_my_{kind}"' in files["pyproject.toml"]
     assert "    plugin = My\n" in files[f"tests/test_my_{kind}.py"]
-    one = f"{'An' if kind in ('attention', 'optimizer') else 'A'} {CERTIFIED[kind].noun}"
+    one = f"{'An' if kind in ('adapter', 'attention', 'optimizer') else 'A'} {CERTIFIED[kind].noun}"
     assert f'description = "{one} for moefw"' in files["pyproject.toml"]
     assert f"{one} for moefw. " in files["README.md"]
     assert len(files[f"tests/test_my_{kind}.py"].split("class ")[1].splitlines()) <= 3

@@ -34,6 +34,10 @@ BROKEN: list[tuple[Any, str, str]] = [
     (attentions.SaysNotWhoSharesABatch, "sequences_shared", "Make it by Mask.of(batch)"),
     (attentions.OneRecipe, "products_keep", "the module's recipe serves several GEMMs"),
     (attentions.LosesKeys, "products_keep", "has 0 of"),
+    (attentions.OffersAdaptersAlone, "products_with_adapters", "adapter attention.q_proj, but asks for none"),
+    (attentions.ExchangesAdapters, "products_with_adapters", "is not that of weights merged with adapters"),
+    (attentions.IgnoresAdaptersOfTheLast, "products_with_adapters", "is not that of weights merged with adapters"),
+    (attentions.ForgetsTheShardOfAdapters, "products_with_adapters", "ranks of tp, asks for an adapter of q_proj"),
     (attentions.ForgetsThePast, "goes_on", "the output changes if tokens are read in pieces of (1, 1"),
     (attentions.KeepsTablesByShape, "a_batch_of_the_shape", "Is a table or a mask kept by the shape?"),
     (attentions.KeepsTablesByShape, "goes_on", "Is a table or a mask kept by the shape?"),
@@ -102,6 +106,11 @@ def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], mad
 
 class TestPlainAttention(AttentionSuite):
     plugin = attentions.PLUGINS[attentions.PlainAttention]
+    reference = staticmethod(plain)
+
+
+class TestAdaptedAttention(AttentionSuite):
+    plugin = attentions.PLUGINS[attentions.AdaptedAttention]
     reference = staticmethod(plain)
 
 

@@ -42,6 +42,12 @@ BROKEN: list[tuple[Any, str, str]] = [
     (gemms.ForgetsToClamp, "outputs_and_gradients", "the output is not that of the dense formula"),
     (gemms.ForgetsBiases, "canonical_names_every", "does not yield 0.down_proj.bias"),
     (gemms.MultipliesWeightsAsTheyAre, "frozen_weights_get", "fails if its weights are frozen (RuntimeError: "),
+    (gemms.OffersAdaptersAlone, "products_with_adapters", "offers the adapter moe.experts.gate_up_proj, but asks for"),
+    (gemms.IgnoresAdaptersOfDown, "products_with_adapters", "the output is not that of the dense formula"),
+    (gemms.ExchangesGateAndUpOfAdapters, "products_with_adapters", "with adapters merged into the weights"),
+    (gemms.NamesNoAdapters, "products_with_adapters", "does not name the parameters of the adapter"),
+    (gemms.AdaptsForgettingTheRowWeight, "products_with_adapters", "with adapters merged into the weights"),
+    (gemms.ForgetsTheShardsOfAdapters, "parts_of_experts_with", "ranks of etp, asks for an adapter of 0.gate_proj"),
     (gemms.ReturnsHalf, "outputs_and_gradients", "torch.float32 is right"),
 ]
 
@@ -61,6 +67,10 @@ def test_replays_that_are_offered_by_experts_that_read_offsets_are_caught(
 
 class TestPlainGemm(GemmSuite):
     plugin = gemms.Plain
+
+
+class TestAdaptedGemm(GemmSuite):
+    plugin = gemms.PLUGINS[gemms.AdaptedExperts]
 
 
 class TestGrouped(GemmSuite):

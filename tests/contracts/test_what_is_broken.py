@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
+import test_adapter_suite
 import test_attention_suite
 import test_context_parallel_suite
 import test_data_source_suite
@@ -25,6 +26,7 @@ import unordered_dispatchers  # noqa: F401 - and these
 from broken_dispatchers import BROKEN as BROKEN_DISPATCHERS
 from moefw import testing
 from moefw.testing import (
+    AdapterSuite,
     AttentionSuite,
     ContextParallelSuite,
     DataSourceSuite,
@@ -55,6 +57,7 @@ OTHER_CASES_OF_AN_ASSERTION = {
 CHECKS_OF_SEVERAL_SUITES = {"test_steps_that_it_offers_to_replay_have_the_bits_of_eager_ones"}
 """Checks whose code is one for all kinds: broken routers and experts show that this one catches."""
 CHECKS: list[tuple[type[Suite], Collection[str]]] = [
+    (AdapterSuite, [check for _, check, _ in (*test_adapter_suite.BROKEN, *test_adapter_suite.OF_EXPERTS)]),
     (AttentionSuite, [check for _, check, _ in test_attention_suite.BROKEN]),
     (ContextParallelSuite, [check for _, check, _ in test_context_parallel_suite.BROKEN]),
     (DataSourceSuite, [check for _, check, _ in test_data_source_suite.BROKEN]),

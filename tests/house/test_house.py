@@ -38,7 +38,7 @@ def sources(folder: str) -> list[Path]:
 
 @pytest.mark.parametrize("room", ["core", "system", "recording", "runtime", "compose"])
 def test_what_plugins_stand_on_knows_none_by_name(room: str) -> None:
-    names = {*built_in()}
+    names = {*built_in()} - {"none"}  # a word of several options, and the adapter that is none
     assert len(names) >= 15
     for path in sources(f"moefw/{room}"):
         strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}

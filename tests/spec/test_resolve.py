@@ -306,6 +306,7 @@ class TestResolvedSpec:
             "model.loss_chunk": 8,
             "model.shared_expert_gate": None,
             "model.activation.kind": "clamped_swiglu",
+            "adapter.use": None,
             "attention.use": None,
             "attention.kernel": None,
             "attention.qk_norm": "all",

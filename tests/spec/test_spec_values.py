@@ -45,7 +45,7 @@ class TestValues:
             ("train: {stepz: 3}", "'stepz' is not an option here. Did you mean 'steps'?"),
             (
                 "zzz: 3",
-                "'zzz' is not an option here. Known: attention, context_parallel, data, dispatch, gemm, memory, ",
+                "'zzz' is not an option here. Known: adapter, attention, context_parallel, data, dispatch, gemm, ",
             ),
             ("gemm: {use: loop, preset: big}", "loop has no preset 'big'."),
             ("gemm: loop", "'loop' is not a mapping that names a plugin. Write {use: loop}."),

@@ -7,19 +7,20 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 
 import moefw
 from declared import declarations
 from moefw.core.contracts import Attention, CachedAttention
+from moefw.core.records import AdaptedWeight
 from moefw.core.site import Site
 from moefw.core.stages import Batch
 from moefw.runtime.attention.attend import attend, behind
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.attention.rope import Table, rope_table, rotate
 from moefw.runtime.attention.rope_options import Rope
-from moefw.runtime.compute.product import SharedInput
+from moefw.runtime.compute.product import SharedInput, linear
 from moefw.runtime.modules import Linear, RowParallelLinear, in_heads
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 
@@ -44,6 +45,8 @@ class PlainAttention(nn.Module, Attention):
     """Multi-head attention with rotary positions, right in every way."""
 
     cores: ClassVar[tuple[str, ...]] = ("sdpa",)
+    projections: ClassVar[tuple[str, ...]] = ()
+    """Those whose adapters the plugin offers."""
 
     def __init__(self, context: moefw.BuildContext) -> None:
         super().__init__()
@@ -97,7 +100,8 @@ class PlainPlugin(moefw.AttentionPlugin):
 
     def offers(self, site: Site) -> moefw.Offers:
         regions = tuple((region, way) for region in self.regions for way in ("keep", "recompute", "offload"))
-        offered = {"by_pass": True, "named_products": True, "row_keys": True}
+        adapters = tuple(f"attention.{name}" for name in self.made.projections)
+        offered = {"by_pass": True, "named_products": True, "row_keys": True, "adapter": adapters}
         return moefw.offers(region=regions, core=self.made.cores, heads=(HEADS,), **offered)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
@@ -259,6 +263,72 @@ class WritesIntoThePast(KeepsThePast):
 class ExtendsInForward(KeepsThePast):
     def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
         return self.extend(x_tD, tables, batch, None)[0]
+
+
+class AdaptedAttention(PlainAttention):
+    """Multiplies with adapters, right in every way."""
+
+    projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    def __init__(self, context: moefw.BuildContext) -> None:
+        super().__init__(context)
+        dim = context.site.dims.model_dim
+        for name in ("q_proj", "k_proj", "v_proj"):
+            adapted = (f"attention.{self.adapter_of(name)}", context.adapter)
+            recipe = self.recipes[name]
+            projection = Linear(dim, HEADS * WIDTH, recipe, shard=self.tp.shard(0), bias=True, adapted=adapted)
+            setattr(self, name, projection)
+        self.o_proj = RowParallelLinear(
+            HEADS * WIDTH,
+            dim,
+            self.recipes["o_proj"],
+            self.tp,
+            bias=True,
+            adapted=("attention.o_proj", context.adapter),
+        )
+
+    def adapter_of(self, name: str) -> str:
+        return name
+
+
+class OffersAdaptersAlone(PlainAttention):
+    projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class ExchangesAdapters(AdaptedAttention):
+    """The adapters of queries and keys, which have the same shapes."""
+
+    def adapter_of(self, name: str) -> str:
+        return {"q_proj": "k_proj", "k_proj": "q_proj"}.get(name, name)
+
+
+class IgnoresAdaptersOfTheLast(AdaptedAttention):
+    def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
+        heads_TH = self.core(*self.projected(x_tD, tables, batch), batch)
+        product_TD = linear(heads_TH, self.o_proj.weight, self.recipes["o_proj"], self.rows(batch))
+        bias_D = self.o_proj.bias
+        assert bias_D is not None
+        return self.tp.reduce(product_TD) + bias_D
+
+
+class ForgetsTheShardOfAdapters(AdaptedAttention):
+    """Asks for adapters of whole weights."""
+
+    def __init__(self, context: moefw.BuildContext) -> None:
+        super().__init__(_Whole(context))  # type: ignore[arg-type]
+
+
+class _Whole:
+    """A context that forgets which part of a weight a rank has."""
+
+    def __init__(self, context: moefw.BuildContext) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def adapter(self, weight: AdaptedWeight) -> Any:
+        return self._context.adapter(evolve(weight, shard=None))
 
 
 PLUGINS = declarations(PlainPlugin, PlainAttention)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import moefw
 from declared import declarations
 from moefw.core.plugin import GemmPlugin
-from moefw.core.records import Canonical
+from moefw.core.records import AdaptedWeight, Canonical
 from moefw.core.stages import ExpertBatch
 from moefw.runtime.compute.product import linear
 from moefw.runtime.forward_context import forward_context
@@ -290,6 +290,85 @@ class MultipliesWeightsAsTheyAre(PlainExperts):
 
 class OffersReplays(PlainExperts):
     promised = moefw.offers(replays=moefw.ANY)
+
+
+class AdaptedExperts(PlainExperts):
+    """Multiplies with adapters, right in every way."""
+
+    promised = moefw.offers(adapter=("moe.experts.gate_up_proj", "moe.experts.down_proj"))
+    order = ("gate_proj", "up_proj")
+
+    def __init__(self, context: moefw.BuildContext) -> None:
+        super().__init__(context)
+        self.adapters = nn.ModuleList(self.asked(context, expert) for expert in self.numbers)
+
+    def asked(self, context: moefw.BuildContext, expert: int) -> nn.ModuleList:
+        f, d = self.gate.shape[1:]
+        number = range(expert, expert + 1)
+        into, out_of = self.shards_of_adapters()
+        first, second = self.order
+        outputs = {first: slice(0, f), second: slice(f, 2 * f)}
+        gate_up = AdaptedWeight(
+            name="moe.experts.gate_up_proj", shape=(2 * f, d), shard=into, experts=number, outputs=outputs
+        )
+        down = AdaptedWeight(name="moe.experts.down_proj", shape=(d, f), shard=out_of, experts=number)
+        asked = (context.adapter(gate_up), context.adapter(down))
+        return nn.ModuleList(adapter for adapter in asked if adapter is not None)
+
+    def shards_of_adapters(self) -> Any:
+        return self.shards
+
+    def one(self, expert: int, x_RD: Tensor, weights_R: Tensor) -> Tensor:
+        if not self.adapters[expert]:
+            return super().one(expert, x_RD, weights_R)
+        into, out_of = self.adapters[expert]  # type: ignore[misc]
+        gate_up = torch.cat([self.gate[expert], self.up[expert]])
+        h_RH = into(x_RD, F.linear(self.operand(x_RD), self.operand(gate_up, "weight")), gate_up)
+        gate_RF, up_RF = h_RH.chunk(2, -1)
+        hidden_RF = F.silu(gate_RF) * up_RF * weights_R.unsqueeze(1).to(gate_RF.dtype)
+        out_RD = F.linear(self.operand(hidden_RF), self.operand(self.down[expert], "weight"))
+        return out_of(hidden_RF, out_RD, self.down[expert])
+
+    def canonical(self) -> Iterator[Canonical]:
+        yield from super().canonical()
+        adapters: Any = (adapter for of_expert in self.adapters for adapter in of_expert)
+        for adapter in adapters:
+            yield from adapter.canonical()
+
+
+class OffersAdaptersAlone(PlainExperts):
+    promised = AdaptedExperts.promised
+
+
+class IgnoresAdaptersOfDown(AdaptedExperts):
+    def one(self, expert: int, x_RD: Tensor, weights_R: Tensor) -> Tensor:
+        into = self.adapters[expert][0]
+        gate_up = torch.cat([self.gate[expert], self.up[expert]])
+        gate_RF, up_RF = into(x_RD, F.linear(x_RD, gate_up), gate_up).chunk(2, -1)
+        return self.inner(gate_RF, up_RF, weights_R, self.down[expert])
+
+
+class ExchangesGateAndUpOfAdapters(AdaptedExperts):
+    order = ("up_proj", "gate_proj")
+
+
+class NamesNoAdapters(AdaptedExperts):
+    def canonical(self) -> Iterator[Canonical]:
+        yield from PlainExperts.canonical(self)
+
+
+class AdaptsForgettingTheRowWeight(AdaptedExperts):
+    """Multiplies the rows of the second adapter by their weights twice."""
+
+    def one(self, expert: int, x_RD: Tensor, weights_R: Tensor) -> Tensor:
+        weight = weights_R.unsqueeze(1)
+        plain = PlainExperts.one(self, expert, x_RD, weights_R)
+        return plain + weight * (super().one(expert, x_RD, weights_R) - plain)
+
+
+class ForgetsTheShardsOfAdapters(AdaptedExperts):
+    def shards_of_adapters(self) -> Any:
+        return None, None
 
 
 PLUGINS = declarations(Plain, PlainExperts)

@@ -30,6 +30,7 @@ from moefw.testing.suites.attention_case import (
 )
 from moefw.testing.suites.gemm_case import differing
 from moefw.testing.suites.gemm_passes import PRODUCTS, Noting
+from moefw.testing.suites.merging import adapted_part, adapters_of, give, problem_on_this_rank
 from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
@@ -284,6 +285,34 @@ class AttentionSuite(ReplayChecks):
             same_names = joined.keys() == expected.keys()
             assert same_names, f"{self.plugin.name} names other parameters on {world} ranks of {axis}."
             self._compare(joined, expected, f"changes {says}")
+
+    def test_products_with_adapters_are_those_of_merged_weights(self) -> None:
+        """An attention that offers adapters asks for them and multiplies with them, also with heads split over ranks.
+
+        Output, and gradients of tokens and of all parameters.
+        """
+        offered = self.promised("adapter", dim=self.dim)
+        adapter = adapters_of(offered)
+        name = self.plugin.name
+        part = adapted_part(self.on(parts={"adapter": adapter}), "attention")
+        problem = part.problem(offered)
+        assert not problem, f"{name} {problem}"
+        case = AttentionCase(documents=((3, 5), (7, 1)), seed=1)
+        results = computed(part.module, case, self.dim)
+        merged = part.merged()
+        plain = self.attention()
+        give(plain, merged.weights)
+        of_merged = computed(plain, case, self.dim)
+        inputs = {key: of_merged[key] for key in ("out", "x")}
+        self._compare(results, inputs | merged.gradients(of_merged), "is not that of weights merged with adapters")
+        if self._refusal(2, "tp", adapter=adapter) is None:
+            layer_case = self._on_ranks(2, "tp", adapter=adapter)
+            for problem in self.pool.run(problem_on_this_rank, 2, layer_case, "attention", offered):
+                assert not problem, f"{name}, on two ranks of tp, {problem}"
+            ranks = self.pool.run(attended, 2, layer_case, case)
+            joined = {key: ranks[0][key] for key in ("out", "x")}
+            joined |= {key: torch.stack([rank[key] for rank in ranks]).sum(0) for key in results.keys() - joined}
+            self._compare(joined, results, "with adapters changes with heads split over two ranks of tp")
 
     def test_products_keep_their_promises(self) -> None:
         """Products go through ``moefw.linear`` with recipes of their own and the keys of their rows, where offered."""

@@ -22,6 +22,7 @@ from moefw.runtime.naming import canonical_parameters, initialise
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.testing.layer_case import LayerCase, whole_piece
+from moefw.testing.suites.merging import draw_adapters
 from moefw.testing.suites.watch import same_bits
 
 Results = dict[str, Tensor]
@@ -93,6 +94,7 @@ def attention_of(layer_case: LayerCase) -> tuple[Any, Assembly, TensorParallel]:
     layout = open_layout(assembly, "cpu")
     attention = ModelParts(assembly, layout, torch.device("cpu"), Shared()).attention(0)
     initialise(attention, seed=layer_case.seed, std=lambda _: STD)
+    draw_adapters(attention, seed=layer_case.seed)
     return attention, assembly, TensorParallel(layout)
 
 

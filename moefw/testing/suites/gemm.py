@@ -42,6 +42,7 @@ from moefw.testing.suites.gemm_case import (
     terms_of_row_weights,
 )
 from moefw.testing.suites.gemm_passes import Asked, Noting, values_of_operands
+from moefw.testing.suites.merging import AdaptedPart, adapted_part, adapters_of, problem_on_this_rank
 from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.runs import row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
@@ -49,6 +50,8 @@ from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 Formula = Mapping[str, bool]
 PLAIN: Formula = {}
 
+ROUNDED_TWICE = 2.0
+"""Errors allowed with adapters, over those without: two products are rounded, and their sum."""
 SUMMED = 1e-5
 """Largest error of a sum over micro-batches in fp32."""
 TILES = (31, 32, 33, 64, 128, 300)
@@ -199,6 +202,63 @@ class GemmSuite(ReplayChecks):
                 terms=terms_of_row_weights(expected, batch, probe),
                 who=f"{self.plugin.name}, experts in two parts added up",
             )
+
+    def test_products_with_adapters_are_those_of_merged_weights(self) -> None:
+        """A GEMM that offers adapters asks for them and multiplies with them.
+
+        Outputs, and gradients of rows, of their weights and of all parameters, against the dense formula.
+        """
+        offered = self.promised("adapter", **self.dims)
+        case = GemmCase(counts=self._counts(2), seed=2)
+        for precision in self._precisions():
+            part = adapted_part(self._with_adapters(precision), "gemm")
+            problem = part.problem(offered)
+            assert not problem, f"{self.plugin.name} {problem}"
+            batch, probe = self._adapted_bench(precision, part).inputs(case, self.dims["dim"])
+            self._compare_merged(precision, part, case, computed(part.module, batch, probe), "")
+
+    def test_parts_of_experts_with_adapters_add_up_to_the_whole(self) -> None:
+        """With experts split over two ranks (ep 2), or each in two parts (etp 2), adapters are those of the parts."""
+        offered = self.promised("adapter", **self.dims)
+        precision = self._precisions()[0]
+        choice = {"adapter": adapters_of(offered)}
+        for axis in ("ep", "etp"):
+            layer_case = self._split(2, {axis: 2}, self._formulas()[-1], **choice)
+            if layer_case is None:
+                continue
+            for problem in self.pool.run(problem_on_this_rank, 2, layer_case, "gemm", offered):
+                assert not problem, f"{self.plugin.name}, on two ranks of {axis}, {problem}"
+            if axis == "ep":
+                continue
+            case = GemmCase(counts=self._counts(2), seed=2)
+            parts = self.pool.run(computed_on_this_rank, 2, layer_case, case)
+            summed = {key: torch.stack([part[key].double() for part in parts]).sum(0) for key in parts[0]}
+            whole = adapted_part(self._with_adapters(precision), "gemm")
+            self._compare_merged(precision, whole, case, summed, ", experts in two parts added up")
+
+    def _with_adapters(self, precision: str) -> LayerCase:
+        """Layer case with adapters of all weights that the GEMM offers, and with its most complete formula."""
+        offered = self.offers(**self.dims)["adapter"]
+        return self.on(precision, self._formulas()[-1], adapter=adapters_of(offered))
+
+    def _adapted_bench(self, precision: str, part: AdaptedPart) -> Bench:
+        """Bench of experts with adapters."""
+        return Bench(part.module, part.row_alignment, precision, self._with_adapters(precision))
+
+    def _compare_merged(self, precision: str, part: AdaptedPart, case: GemmCase, results: Results, where: str) -> None:
+        """Compare what experts with adapters computed with the dense formula of the merged weights."""
+        bench = self._adapted_bench(precision, part)
+        batch, probe = bench.inputs(case, self.dims["dim"])
+        merged = part.merged()
+        of_merged = dense(merged.weights, case, batch, probe, bench.alignment, bench.layer_case.activation.clamp)
+        expected = {key: of_merged[key] for key in ("out", "rows", "row_weights")} | merged.gradients(of_merged)
+        self._compare(
+            results,
+            expected,
+            rtol=ROUNDED_TWICE * self.rtol[precision],
+            terms=terms_of_row_weights(of_merged, batch, probe),
+            who=f"{self.plugin.name} in {precision}, with adapters merged into the weights{where}",
+        )
 
     def test_operands_are_quantized_for_each_pass(self) -> None:
         """A plugin that offers ``by_pass`` quantizes the operands of all three products of each of its GEMMs."""
@@ -372,10 +432,10 @@ class GemmSuite(ReplayChecks):
     def _compute(self, bench: Bench, case: GemmCase) -> Results:
         return computed(bench.experts, *bench.inputs(case, self.dims["dim"]))
 
-    def _split(self, world: int, mesh: Mapping[str, int], formula: Formula) -> LayerCase | None:
+    def _split(self, world: int, mesh: Mapping[str, int], formula: Formula, **others: Any) -> LayerCase | None:
         """Layer case with experts split over ``mesh``; None if the GEMM refuses."""
         settings = {**self.dims, **formula, "tokens": (1,) * world}
-        parts = {"precision": {"use": self._precisions()[0]}, "parallel": {"experts": dict(mesh)}}
+        parts = {"precision": {"use": self._precisions()[0]}, "parallel": {"experts": dict(mesh)}, **others}
         layer_case = self.layer_case(parts=parts, **settings)
         try:
             layer_case.assemble()

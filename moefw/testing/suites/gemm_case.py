@@ -24,6 +24,7 @@ from moefw.runtime.naming import initialise
 from moefw.runtime.phases import Phase
 from moefw.testing.layer_case import LayerCase, whole_piece
 from moefw.testing.oracle import expert_output
+from moefw.testing.suites.merging import draw_adapters
 from moefw.testing.suites.runs import open_context, row_alignment
 from moefw.testing.suites.watch import same_bits, worst_error
 
@@ -284,6 +285,7 @@ def experts_of(layer_case: LayerCase) -> tuple[Any, Assembly]:
     experts: Any = assembly.parts.gemm.build(context)
     if isinstance(experts, nn.Module):
         initialise(experts, seed=0, std=lambda _: 0.3)
+        draw_adapters(experts, seed=0)
     return experts, assembly
 
 

@@ -29,10 +29,11 @@ class SampleAttention(nn.Module, moefw.CachedAttention):
         dim = context.site.dims.model_dim
         recipe = context.recipe("attention")
         into_q, into_k, into_v, out_of = (recipe.at(f"{name}_proj", groups=1) for name in "qkvo")
-        self.q_proj = Linear(dim, num_heads * head_dim, into_q, shard=self.tp.shard(0))
-        self.k_proj = Linear(dim, head_dim, into_k)
-        self.v_proj = Linear(dim, head_dim, into_v)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, dim, out_of, self.tp)
+        q, k, v, o = ((f"attention.{name}_proj", context.adapter) for name in "qkvo")
+        self.q_proj = Linear(dim, num_heads * head_dim, into_q, shard=self.tp.shard(0), adapted=q)
+        self.k_proj = Linear(dim, head_dim, into_k, adapted=k)
+        self.v_proj = Linear(dim, head_dim, into_v, adapted=v)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, dim, out_of, self.tp, adapted=o)
         self._attend = context.core(attend)
         self._core = context.region("core_attn", self._core_attn)
 
