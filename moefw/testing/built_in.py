@@ -211,6 +211,11 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
             ("host, optimizer-bf16", [{"use": "optimizer-offload", "update": "host"}, {"use": "optimizer-bf16"}], {}),
         ),
     },
+    "adapter": {
+        "none": (("", {"use": "none"}, {}),),
+        "lora": (("", {"use": "lora", "rank": 8, "alpha": 4.0}, {"adapter_scale": 0.5}),),
+        "dora": (),  # it has none of experts
+    },
     "pipeline": {
         "interleaved": (
             ("", {"use": "interleaved"}, {}),

@@ -101,6 +101,7 @@ class Combination:
             shared=self.shared,
             clamped=self.clamped,
             biased_experts=self.biased_experts,
+            adapter_scale=self.parts["adapter"].adapter_scale if "adapter" in self.parts else 0.0,
             seed=self.seed,
             parts={section: variant.choice for section, variant in self.parts.items()},
             plugins=self.plugins,

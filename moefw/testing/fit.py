@@ -21,7 +21,7 @@ from moefw.core.errors import MoefwError, PluginError, Problem
 from moefw.core.facts import Need
 from moefw.core.plugin import LayoutPlugin, Plugin
 from moefw.core.site import Dims, Machine, Site
-from moefw.testing.variants import SECTIONS, Variant
+from moefw.testing.variants import NO_FOLDER, SECTIONS, Variant, trains_beside_a_folder
 
 Parts = Mapping[str, Variant]
 """A variant for each section."""
@@ -68,8 +68,10 @@ class Fit:
     def tree(self, parts: Parts) -> Tree:
         """Spec of a combination as plain data."""
         world = parts["parallel"].world
-        train = {"tokens_per_step": 64 * world, "micro_batch": 1, "seq_len": 16}
+        train: dict[str, Any] = {"tokens_per_step": 64 * world, "micro_batch": 1, "seq_len": 16}
         chosen = {section: variant.choice for section, variant in parts.items()}
+        if trains_beside_a_folder(chosen):
+            train["weights"] = NO_FOLDER
         return {"model": dict(self.model), "train": train, **chosen}
 
     def resolve(self, parts: Parts) -> Assembly:

@@ -20,7 +20,7 @@ from moefw.compose.assembly import Assembly
 from moefw.core.stages import Batch
 from moefw.runtime.communication.agreement import everywhere
 from moefw.testing.layer_case import LayerCase, build_layer, this_rank
-from moefw.testing.oracle import Truth, expert_output
+from moefw.testing.oracle import Truth, expert_output, merged
 
 
 @frozen
@@ -46,7 +46,8 @@ def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor],
     if budget is not None:
         ids = _all_ranks(ids_TK)
         ids_TK = ids_TK.masked_fill(dropped(layer_case, ids, budget)[rank], -1)
-    weights = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
+    leaves = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
+    weights = merged(leaves, layer_case.adapter_scale)
     x = x_TD.detach().double().requires_grad_()
     weights_TK = routing.weights_TK.detach().double().requires_grad_()
     clamp = layer_case.activation.clamp
@@ -57,7 +58,7 @@ def truth_given_routing(layer_case: LayerCase, parameters: Mapping[str, Tensor],
     if layer_case.shared:
         out = out + expert_output(x, weights, "shared_expert.", clamp)
     (out * probe_TD.double()).sum().backward()
-    grads = {name: _grad(value) for name, value in weights.items()}
+    grads = {name: _grad(value) for name, value in leaves.items()}
     router_grads = _pull_back(routing.weights_TK, _grad(weights_TK), x_TD, layer.router)
     grads |= {f"router.{name}": grad for name, grad in router_grads.items() if name}
     return Truth(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,15 @@ from moefw.core.stages import Batch, ExpertBatch, LayerStats, Routing
 from moefw.models.mlp import SwiGLU
 from moefw.runtime.compute.row_keys import SALT
 from moefw.runtime.layer import MoELayer, Returning, Sent
-from moefw.runtime.naming import by_parameter, canonical_parameters, expert_parameters, initialise
-from moefw.runtime.parallel.local_shards import is_shared_out, whole
+from moefw.runtime.naming import by_parameter, canonical_parameters, draw, expert_parameters, initialise
+from moefw.runtime.parallel.local_shards import all_of, is_shared_out, whole
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.runtime.phases import straight
 from moefw.testing.announce import with_plugins
 from moefw.testing.oracle import Rule, Truth, dense_moe
 from moefw.testing.poisoned import poisoned_memory
+from moefw.testing.variants import NO_FOLDER, trains_beside_a_folder
 from moefw_kernels.random import token_keys, uniform
-
-NO_FOLDER: Final = "of-no-folder"
-"""Folder of weights of a layer case with adapters, which nothing reads: frozen weights keep their first values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,8 @@ class LayerCase:
 
     ``skew`` "one": every token prefers expert 0; "starved": no token prefers the last expert; "even": random; "exact":
     random, but a logit is one feature of its token, and so has the same bits with any number of tokens on a rank.
-    ``clamped``: the activation is that of gpt-oss.
+    ``clamped``: the activation is that of gpt-oss. ``adapter_scale``: the factor of ``B A`` of adapters, if
+    there are any.
     """
 
     tokens: tuple[int, ...] = (5,)
@@ -60,6 +59,7 @@ class LayerCase:
     shared: bool = False
     clamped: bool = False
     biased_experts: bool = False
+    adapter_scale: float = 0.0
     row_alignment: int = 1
     seed: int = 0
     parts: Mapping[str, Any] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class LayerCase:
         train = {"tokens_per_step": 16 * self.world, "micro_batch": 1, "seq_len": 16}
         attention = {"use": "gqa", "num_heads": 2, "head_dim": 4}
         spec = {"model": model, "attention": attention, "train": train, "run": {"device": "cpu"}, **self.parts}
-        if "adapter" in self.parts:
+        if trains_beside_a_folder(self.parts):
             spec["train"] = {**spec["train"], "weights": NO_FOLDER}
         return spec
 
@@ -217,7 +217,12 @@ def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
     shared_expert = None
     if layer_case.shared:
         shared_expert = SwiGLU(
-            layer_case.dim, layer_case.expert_dim, precision, _not_split(layout), layer_case.activation
+            layer_case.dim,
+            layer_case.expert_dim,
+            precision,
+            _not_split(layout),
+            layer_case.activation,
+            adapted=("moe.shared_expert", context.at(0).adapter),
         )
     layer = context.moe_layer(0, shared_expert=shared_expert)
 
@@ -238,6 +243,7 @@ def build_layer(layer_case: LayerCase) -> tuple[MoELayer, Shared]:
     std = min(0.3, 4.8 / math.sqrt(layer_case.dim))  # scores of wide rows must not saturate, which would make ties
     initialise(layer, seed=layer_case.seed, std=lambda _: std)
     _skew(layer.router, layer_case)
+    _draw_adapters(layer, layer_case)
     return layer, shared
 
 
@@ -248,6 +254,19 @@ def _not_split(layout: Layout) -> TensorParallel:
     tp.index = 0
     tp.group = None
     return tp
+
+
+@torch.no_grad()
+def _draw_adapters(layer: nn.Module, layer_case: LayerCase) -> None:
+    """Give both halves of adapters random values: a half that is zero would hide what is wrong with the other."""
+    for parameter, pieces in by_parameter(layer):
+        if pieces[0].of_adapter:
+            with all_of(parameter) as values:
+                for piece in pieces:
+                    part = piece.of(values)
+                    shape = piece.shard.whole(part.shape) if piece.shard else part.shape
+                    drawn = draw(piece.name, shape, 0.2, seed=layer_case.seed)
+                    part.copy_(piece.shard.of(drawn) if piece.shard else drawn)
 
 
 @torch.no_grad()
@@ -349,6 +368,7 @@ def truth(layer_case: LayerCase, rule: Rule, **state: Tensor) -> Truth:
         ranks=layer_case.tokens,
         shared=layer_case.shared,
         clamp=layer_case.activation.clamp,
+        adapter_scale=layer_case.adapter_scale,
         **state,
     )
 

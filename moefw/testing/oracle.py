@@ -6,6 +6,7 @@ Shapes: legend in :mod:`moefw.core.stages`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from moefw.testing.choices import Rule, route
 
-__all__ = ["Rule", "Truth", "dense_moe", "expert_output"]
+__all__ = ["Rule", "Truth", "dense_moe", "expert_output", "merged"]
 
 
 @dataclass(kw_only=True)
@@ -47,18 +48,21 @@ def dense_moe(
     dropped_TK: Tensor | None = None,
     shared: bool = False,
     clamp: tuple[float, float] | None = None,
+    adapter_scale: float = 0.0,
 ) -> Truth:
     """Truth for the loss ``sum(out * probe) + auxiliary losses``.
 
     ``parameters`` holds ``router.weight`` (E, D) and perhaps ``router.bias`` (E),
     ``experts.{e}.{gate,up,down}_proj.weight``, perhaps with ``bias`` (F or D), and, if ``shared``,
-    ``shared_expert.{gate,up,down}_proj.weight``. ``clamp``: see :func:`expert_output`.
+    ``shared_expert.{gate,up,down}_proj.weight``; and halves of adapters, see :func:`merged`, whose scale is
+    ``adapter_scale``. ``clamp``: see :func:`expert_output`.
     ``micro_batches``, ``sequences`` and ``ranks`` are the lengths of the consecutive pieces of ``x_TD`` that are routed
     together; ``bias_E``, ``beta_E`` and ``load_E`` are router state: see :func:`moefw.testing.choices.route`. Auxiliary
     losses are means over all valid tokens. ``jitter_TD`` multiplies the router's input. ``dropped_TK``, bool: choices
     that are dropped after the router.
     """
-    weights = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
+    leaves = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
+    weights = merged(leaves, adapter_scale)
     x = x_TD.detach().double().requires_grad_()
     valid = torch.ones(len(x), dtype=torch.bool) if mask_T is None else mask_T
     logits = (x if jitter_TD is None else x * jitter_TD.double()) @ weights["router.weight"].T
@@ -83,9 +87,24 @@ def dense_moe(
         out = out + expert_output(x, weights, "shared_expert.", clamp)
     loss = (out * probe_TD.double()).sum() + routed.loss
     loss.backward()
-    grads = {name: _grad(weight) for name, weight in weights.items()} | {"x": _grad(x)}
+    grads = {name: _grad(leaf) for name, leaf in leaves.items()} | {"x": _grad(x)}
     counts = torch.stack([(routed.chosen_TK == expert).sum() for expert in range(logits.shape[1])]).double()
     return Truth(out_TD=out.detach(), expert_ids_TK=ids, tokens_per_expert=counts, grads=grads)
+
+
+def merged(parameters: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Weights with their adapters merged, ``W + scale B A`` (LoRA, arXiv 2106.09685); the others as they are.
+
+    B of ``X.weight`` is ``X.lora_B``, A is ``X.lora_A``. Gate and up of a routed expert share ``gate_up_proj.lora_A``.
+    """
+    weights = {name: value for name, value in parameters.items() if ".lora_" not in name}
+    for name in [*weights]:
+        stem = name.removesuffix(".weight")
+        low_rank_b = parameters.get(f"{stem}.lora_B")
+        if low_rank_b is not None:
+            shared = re.sub(r"(experts\.\d+)\.(gate|up)_proj", r"\1.gate_up_proj", stem)
+            weights[name] = weights[name] + scale * low_rank_b @ parameters[f"{shared}.lora_A"]
+    return weights
 
 
 def expert_output(

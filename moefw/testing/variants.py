@@ -17,7 +17,7 @@ from moefw.testing.built_in import BUILT_IN
 
 SECTIONS: Final[Mapping[str, Kind]] = {
     KINDS[name].section: KINDS[name]
-    for name in ("router", "dispatcher", "gemm", "precision", "memory_policy", "layout", "pipeline")
+    for name in ("router", "dispatcher", "gemm", "precision", "memory_policy", "adapter", "layout", "pipeline")
 }
 """The sections of a spec that a combination fills, and the kind of each. A layer alone has no ``pipeline``."""
 
@@ -39,6 +39,7 @@ class Variant:
     precision, or of a memory policy, in the tolerance relative to fp64. ``floor``: a gradient below this share of the
     largest one counts as nearly cancelling. ``equal_tokens``: works only if all ranks have equal numbers of tokens,
     none masked. ``needs_all_tokens``: works only if ranks that share a micro-batch have equal numbers of tokens.
+    ``adapter_scale``: the factor of ``B A`` that the oracle adds to each weight with an adapter.
     ``smallest``: the smallest nonzero number of tokens of a rank for which routing does not depend on the
     last bit.
     """
@@ -58,6 +59,7 @@ class Variant:
     equal_tokens: bool = field(default=False, eq=False)
     needs_all_tokens: bool = field(default=False, eq=False)
     smallest: int = field(default=0, eq=False)
+    adapter_scale: float = field(default=0.0, eq=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,7 +77,11 @@ class Variant:
         return self.label
 
 
-FIRST: Final = ("topk", "alltoall", "grouped", "fp32", "folded", "1f1b")
+NO_ADAPTER: Final[Mapping[str, Any]] = {"use": "none"}
+NO_FOLDER: Final = "of-no-folder"
+"""Folder of weights beside which adapters train, which nothing reads: frozen weights keep their first values."""
+
+FIRST: Final = ("topk", "alltoall", "grouped", "fp32", "none", "folded", "1f1b")
 """Plugins that a spec uses by default. Shrunk examples end here."""
 
 LOOSE_RTOL: Final = 0.1
@@ -93,10 +99,17 @@ def variants(registry: Registry, *, include: Collection[str] = ()) -> dict[str, 
     parts.sort(key=lambda part: part.name not in FIRST)
     sections: dict[str, tuple[Variant, ...]] = {}
     for section, kind in SECTIONS.items():
-        of_section = (of_part(part, section) for part in parts if part.kind == kind.name)
+        # The oracle has a formula for our adapters alone. Their suite certifies others.
+        here = parts if section != "adapter" else [part for part in parts if part.distribution == OURS]
+        of_section = (of_part(part, section) for part in here if part.kind == kind.name)
         sections[section] = tuple(itertools.chain.from_iterable(of_section))
     sections["memory"] = (*_NO_MEMORY, *sections["memory"], *_two_policies(parts))
     return sections
+
+
+def trains_beside_a_folder(choices: Mapping[str, Any]) -> bool:
+    """Whether sections of a spec have adapters, so that it must name the folder of the weights beside them."""
+    return bool(choices.get("adapter", NO_ADAPTER) != NO_ADAPTER)
 
 
 def of_a_layer(sections: Mapping[str, Sequence[Variant]]) -> dict[str, tuple[Variant, ...]]:

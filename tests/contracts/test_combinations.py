@@ -231,6 +231,7 @@ def test_a_broken_plugin_shrinks_to_the_smallest_spec_that_shows_it(pool: RankPo
         "gemm": "grouped",
         "precision": "fp32",
         "memory": "none",
+        "adapter": "none",
         "parallel": "folded one rank",
     }
 

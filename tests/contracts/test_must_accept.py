@@ -13,7 +13,7 @@ from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.testing.combinations import usable_here
 from moefw.testing.staged import SIZES
-from moefw.testing.variants import OURS
+from moefw.testing.variants import NO_FOLDER, OURS
 from must_accept import products
 from pairwise import pairwise
 
@@ -36,6 +36,8 @@ def test_what_must_be_accepted_is(deep: bool, least: int) -> None:
     assert len(asked) > least
     for spec in asked:
         train = {"tokens_per_step": 256, "micro_batch": 1, "seq_len": 16}
+        if "adapter" in spec:
+            train["weights"] = NO_FOLDER
         tree = {"model": model, "train": train, **spec}
         assemble_tree(tree, Marks(str(spec)), defaults=defaults(), registry=registry, machine=Machine(device="cpu"))
 

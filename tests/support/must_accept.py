@@ -19,6 +19,7 @@ PLAIN = {
     "gemm": {"use": "grouped"},
     "precision": {"use": "fp32"},
     "memory": [],
+    "adapter": {"use": "none"},
     "parallel": {"use": "folded"},
 }
 """What a product that leaves a section out means. Products with more sections are about whole models."""
