@@ -121,6 +121,7 @@ __all__ = [
     "Router",
     "RouterPlugin",
     "Routing",
+    "RowGroups",
     "RunError",
     "SavedOperand",
     "SchedulePlugin",

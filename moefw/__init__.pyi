@@ -66,6 +66,7 @@ from moefw.core.records import Action as Action
 from moefw.core.records import AdaptedWeight as AdaptedWeight
 from moefw.core.records import Canonical as Canonical
 from moefw.core.records import Pair as Pair
+from moefw.core.records import RowGroups as RowGroups
 from moefw.core.records import SavedOperand as SavedOperand
 from moefw.core.records import Shard as Shard
 from moefw.core.records import Stage as Stage

@@ -16,9 +16,6 @@ from moefw.models.huggingface.adapter_folder import AdapterFolder
 from moefw.models.huggingface.adapter_places import layer_of
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.loading import wanted
-from moefw.plugins.adapters.dora import Dora
-from moefw.plugins.adapters.lora import Lora
-from moefw.plugins.adapters.options import LowRankOptions
 from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.runtime.naming import by_parameter, canonical_parameters
 from moefw.runtime.parallel.local_shards import all_of
@@ -30,17 +27,11 @@ MOST = 8
 def adapter_config(assembly: Assembly) -> AdapterConfig:
     """Configuration of a spec's adapter as PEFT has it. Raises PlanError if PEFT has no such adapters."""
     adapter = assembly.parts.adapter
-    if not isinstance(adapter, LowRankOptions):
-        what = f"adapter {adapter.name} has no files of PEFT: only lora and dora have."
+    config: AdapterConfig | None = adapter.peft_config(assembly.spec.train.weights)
+    if config is None:
+        what = f"PEFT has no files of adapter {adapter.name}."
         raise PlanError(what, "Use --adapter merge." if adapter.freezes else "Leave --adapter out.")
-    return AdapterConfig(
-        rank=adapter.rank,
-        alpha=adapter.alpha,
-        rslora=adapter.rslora,
-        dropout=adapter.dropout if isinstance(adapter, Lora) else 0.0,
-        dora=isinstance(adapter, Dora),
-        base=assembly.spec.train.weights,
-    )
+    return config
 
 
 def read_adapter(module: nn.Module, assembly: Assembly, group: ProcessGroup | None) -> None:
@@ -49,8 +40,8 @@ def read_adapter(module: nn.Module, assembly: Assembly, group: ProcessGroup | No
     Raises CheckpointError on every rank of ``group``, before any change, with everything that is wrong with the folder,
     or that is not what the spec says; or with all tensors that hold NaN or infinity, which are found as they are read.
     """
-    adapter = assembly.parts.adapter
-    if not isinstance(adapter, LowRankOptions) or adapter.weights is None:
+    path = assembly.parts.adapter.begins_with
+    if path is None:
         return
     num_layers = getattr(assembly.parts.model, "num_layers", assembly.site.num_layers)
     told = everywhere([[name, shape] for name, shape in wanted(module)], group)
@@ -61,7 +52,7 @@ def read_adapter(module: nn.Module, assembly: Assembly, group: ProcessGroup | No
     error: MoefwError | None = None
     try:
         base = read_config(Path(assembly.spec.train.weights or ""))
-        folder = AdapterFolder(Path(adapter.weights), weights, model_type=base["model_type"], num_layers=num_layers)
+        folder = AdapterFolder(Path(path), weights, model_type=base["model_type"], num_layers=num_layers)
         problems = [*_differences(adapter_config(assembly), folder, names, num_layers)]
         if problems:
             raise CheckpointError(problems)
@@ -78,13 +69,11 @@ def _differences(config: AdapterConfig, folder: AdapterFolder, names: set[str], 
         "rank": (config.rank, folder.config.rank),
         "alpha": (config.alpha, folder.config.alpha),
         "rslora": (config.rslora, folder.config.rslora),
-        "use": (config.dora, folder.config.dora),
+        "dora": (config.dora, folder.config.dora),
     }
     for option, (here, there) in options.items():
         if here != there:
-            if option == "use":
-                here, there = ("dora" if is_dora else "lora" for is_dora in (here, there))
-            yield Problem(f"adapter.{option} is {here}, and {folder.file} has {there}.", f"Use {option}: {there}.")
+            yield Problem(f"{option} of the adapter is {here}, and {folder.file} has {there}.", "Let the spec say so.")
     files = folder.shapes.keys()
     expected = {name for name in names if layer_of(name) < num_layers}  # PEFT knows no layers that predict more
     for which, these in (("lacks", expected - files), ("also has", files - expected)):

@@ -220,6 +220,18 @@ class AdapterPlugin(Plugin):
         """Adapter of one matrix."""
         raise NotImplementedError
 
+    @property
+    def begins_with(self) -> str | None:
+        """Folder of an adapter in files of PEFT whose values a run begins with; None: with those of ``build``."""
+        return None
+
+    def peft_config(self, base: str | None) -> Any | None:
+        """Configuration with which PEFT computes the same beside the model ``base``; None: PEFT has no such adapters.
+
+        A :class:`moefw.models.huggingface.adapter_config.AdapterConfig`.
+        """
+        return None
+
     def anchored(self) -> AdapterPlugin:
         """Same adapters with absolute paths, so that a spec works from any folder."""
         return self

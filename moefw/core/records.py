@@ -164,6 +164,16 @@ class AdaptedWeight:
     computed: slice | None = None
 
     @property
+    def of_inputs(self) -> Shard | None:
+        """Part of the inputs that this rank has; None: all of them."""
+        return self.shard if self.shard is not None and self.shard.dim == 1 else None
+
+    @property
+    def of_outputs(self) -> Shard | None:
+        """Part of the outputs that this rank has; None: all of them."""
+        return self.shard if self.shard is not None and self.shard.dim == 0 else None
+
+    @property
     def leaf(self) -> str:
         """The last part of its name."""
         return self.name.rpartition(".")[2]

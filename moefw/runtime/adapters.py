@@ -17,7 +17,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from moefw.core.contracts import Adapter, ExpertGemm, Precision, StackedAdapter
-from moefw.core.records import AdaptedWeight, Canonical, RowGroups, Shard
+from moefw.core.records import AdaptedWeight, Canonical, RowGroups
 from moefw.runtime.compute.product import linear
 from moefw.runtime.naming import canonical_parameters
 from moefw.runtime.parallel.local_shards import whole
@@ -78,7 +78,7 @@ class LowRank(nn.Module, Adapter):
     def delta(self, x: Tensor, rows: RowGroups | None) -> Tensor:
         """``scale (x A^T) B^T``, ``(..., O)``, of ``x`` ``(..., I)``."""
         if self.dropout is not None and self.training and rows is not None and rows.keys_R is not None:
-            shard = _shard(self.weight, dim=1)
+            shard = self.weight.of_inputs
             x = self.dropout.of(x, rows.keys_R, first=shard.index * x.shape[-1] if shard else 0)
         low = linear(x, self.a, self.precision, rows) * self.scale
         b = self.b if self.weight.computed is None else self.b[self.weight.computed]
@@ -234,16 +234,11 @@ def _of_expert(
 
 def _canonical_a(name: str, a: nn.Parameter, weight: AdaptedWeight, index: tuple[Any, ...] = ()) -> Canonical:
     """A, which has the inputs of the weight. It begins with the variance of PEFT's, ``1 / (3 I)``."""
-    shard = _shard(weight, dim=1)
+    shard = weight.of_inputs
     in_dim = a.shape[-1] * (shard.count if shard else 1)
     return Canonical(name, a, index, shard, adapter_std=(3 * in_dim) ** -0.5)
 
 
 def _canonical_b(name: str, b: nn.Parameter, weight: AdaptedWeight, index: tuple[Any, ...] = ()) -> Canonical:
     """B, which has the outputs of the weight."""
-    return Canonical(name, b, index, _shard(weight, dim=0), adapter_std=0.0)
-
-
-def _shard(weight: AdaptedWeight, *, dim: int) -> Shard | None:
-    """Part of a half that this rank has: that of the weight, if it is split along the dimension that they share."""
-    return weight.shard if weight.shard is not None and weight.shard.dim == dim else None
+    return Canonical(name, b, index, weight.of_outputs, adapter_std=0.0)

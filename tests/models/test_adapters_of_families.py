@@ -181,7 +181,7 @@ def test_a_model_begins_with_an_adapter_of_peft(tmp_path: Path) -> None:
     with pytest.raises(moefw.CheckpointError) as caught:
         moefw.from_pretrained(tmp_path / "base", adapter={**begins, "targets": None, "alpha": 16.0, "rank": 16})
     told = str(caught.value)
-    assert "adapter.rank is 16, and" in told
-    assert "has 8. Use rank: 8." in told
-    assert "adapter.alpha is 16.0" in told
+    assert "rank of the adapter is 16, and" in told
+    assert "has 8. Let the spec say so." in told
+    assert "alpha of the adapter is 16.0" in told
     assert "lacks layers.0.attention.k_proj.lora_A" in told

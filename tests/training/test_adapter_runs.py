@@ -109,7 +109,7 @@ def test_an_adapter_of_a_run_is_loaded_by_peft_and_by_another_run(spec: Path, tm
     moefw_says("train", spec, begins, f"run.dir={tmp_path}/next", "train.steps=1")
     assert losses(tmp_path / "next")[0] < losses(tmp_path / "run")[0]
     assert f"weights: {tmp_path}/adapter" in (tmp_path / "next" / "spec.yaml").read_text()
-    assert "adapter.rank is 16, and" in complaint("train", spec, begins, "adapter.rank=16")
+    assert "rank of the adapter is 16, and" in complaint("train", spec, begins, "adapter.rank=16")
 
 
 def test_what_has_no_files_of_peft_is_refused(spec: Path, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_has_no_files_of_peft_is_refused(spec: Path, tmp_path: Path) -> Non
     moefw_says("train", spec, "train.freeze=['layers.*.moe.experts.*']")
     assert "also has weights that trained beside adapters, such as embed.weight." in complaint(*export)
     moefw_says("train", spec, "adapter={use: none}", "train.freeze=[embed.weight]")
-    assert "adapter none has no files of PEFT: only lora and dora have. Leave --adapter out." in complaint(*export)
+    assert "PEFT has no files of adapter none. Leave --adapter out." in complaint(*export)
     assert not (tmp_path / "out").exists()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import and_, ge, lt
 
 import moefw
 from moefw.core.plugin import AdapterPlugin
 from moefw.core.records import AdaptedWeight
 from moefw.core.site import Site
+from moefw.models.huggingface.adapter_config import AdapterConfig
 from moefw.plugins.adapters.options import LowRankOptions
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class Lora(LowRankOptions):
 
     dropout: float = field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
     """Probability with which an input of A is 0 in training; not of experts' adapters. PEFT: ``lora_dropout``."""
+
+    def peft_config(self, base: str | None) -> AdapterConfig:
+        """Configuration of PEFT."""
+        return evolve(super().peft_config(base), dropout=self.dropout)
 
     @property
     def draws(self) -> bool:

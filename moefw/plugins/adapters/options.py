@@ -13,6 +13,7 @@ from attrs.validators import ge, gt
 import moefw
 from moefw.core.plugin import AdapterPlugin
 from moefw.core.site import Site
+from moefw.models.huggingface.adapter_config import AdapterConfig
 
 
 @frozen(kw_only=True)
@@ -59,6 +60,15 @@ class LowRankOptions(AdapterPlugin):
         """Yield a problem if there are no targets."""
         if self.targets == ():
             yield moefw.Problem("no weight gets an adapter.", "Name some, or null for all.", "targets")
+
+    @property
+    def begins_with(self) -> str | None:
+        """Folder of an adapter to begin with; None: with a new one."""
+        return self.weights
+
+    def peft_config(self, base: str | None) -> AdapterConfig:
+        """Configuration of PEFT."""
+        return AdapterConfig(rank=self.rank, alpha=self.alpha, rslora=self.rslora, base=base)
 
     def anchored(self) -> LowRankOptions:
         """Same adapters with absolute paths."""

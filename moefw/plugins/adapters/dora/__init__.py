@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 import moefw
 from moefw.core.plugin import AdapterPlugin
 from moefw.core.records import AdaptedWeight
 from moefw.core.site import Site
+from moefw.models.huggingface.adapter_config import AdapterConfig
 from moefw.plugins.adapters.options import LowRankOptions
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class Dora(LowRankOptions):
         "dropout": "the frozen product would have to be computed twice, with and without it: use lora.",
     }
 
+    def peft_config(self, base: str | None) -> AdapterConfig:
+        """Configuration of PEFT."""
+        return evolve(super().peft_config(base), dora=True)
+
     def check(self, site: Site) -> Iterator[moefw.Problem]:
         """Yield a problem for targets that are experts, or if there are no targets."""
         yield from super().check(site)
@@ -50,13 +55,12 @@ class Dora(LowRankOptions):
         """Adapter of one matrix."""
         from moefw.plugins.adapters.dora.adapter import DirectionAndMagnitude
 
-        splits_inputs = weight.shard is not None and weight.shard.dim == 1
         return DirectionAndMagnitude(
             weight,
             rank=self.rank,
             scale=self.scale,
             precision=context.fallback.at(weight.name),
-            group=context.layout.group(weight.shard.axis) if splits_inputs and weight.shard else None,
+            group=context.layout.group(weight.of_inputs.axis) if weight.of_inputs else None,
         )
 
 

@@ -71,5 +71,4 @@ class DirectionAndMagnitude(LowRank):
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``lora_A`` (rank, I), ``lora_B`` (O, rank) and ``lora_magnitude`` (O)."""
         yield from super().canonical()
-        shard = self.weight.shard if self.weight.shard is not None and self.weight.shard.dim == 0 else None
-        yield Canonical("lora_magnitude", self.magnitude, shard=shard, adapter_std=0.0)
+        yield Canonical("lora_magnitude", self.magnitude, shard=self.weight.of_outputs, adapter_std=0.0)

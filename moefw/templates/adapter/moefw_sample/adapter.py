@@ -10,7 +10,6 @@ from typing import final
 
 import moefw
 import torch
-from moefw.core.records import RowGroups
 from torch import Tensor, nn
 
 
@@ -26,7 +25,7 @@ class SampleAdapter(nn.Module, moefw.Adapter):
         self.a = nn.Parameter(torch.empty(rank, in_dim))
         self.b = nn.Parameter(torch.empty(out_dim, rank))
 
-    def forward(self, x: Tensor, out: Tensor, weight: Tensor, rows: RowGroups | None = None) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor, weight: Tensor, rows: moefw.RowGroups | None = None) -> Tensor:
         """``(..., O)``, adapted. Two narrow products: ``B A`` would have the size of the weight."""
         b = self.b if self.weight.computed is None else self.b[self.weight.computed]
         low = moefw.linear(x, self.a, self._recipe, rows)
@@ -38,8 +37,5 @@ class SampleAdapter(nn.Module, moefw.Adapter):
 
     def canonical(self) -> Iterator[moefw.Canonical]:
         """Yield A and B. Where ranks split the weight, each has the part of one, and all of the other."""
-        shard = self.weight.shard
-        of_inputs = shard if shard is not None and shard.dim == 1 else None
-        of_outputs = shard if shard is not None and shard.dim == 0 else None
-        yield moefw.Canonical("lora_A", self.a, shard=of_inputs, adapter_std=0.02)
-        yield moefw.Canonical("lora_B", self.b, shard=of_outputs, adapter_std=0.0)
+        yield moefw.Canonical("lora_A", self.a, shard=self.weight.of_inputs, adapter_std=0.02)
+        yield moefw.Canonical("lora_B", self.b, shard=self.weight.of_outputs, adapter_std=0.0)
