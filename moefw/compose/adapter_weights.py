@@ -69,7 +69,7 @@ def _differences(config: AdapterConfig, folder: AdapterFolder, names: set[str], 
         "rank": (config.rank, folder.config.rank),
         "alpha": (config.alpha, folder.config.alpha),
         "rslora": (config.rslora, folder.config.rslora),
-        "dora": (config.dora, folder.config.dora),
+        "use_dora": (config.dora, folder.config.dora),
     }
     for option, (here, there) in options.items():
         if here != there:
