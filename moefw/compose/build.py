@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -75,7 +75,8 @@ class Watch(Protocol):
 class LayerContext(BuildContext):
     """Context of one layer's parts. ``recipes``: the precision recipe and its fallback.
 
-    ``merges``: whether the forward of a micro-batch runs beside the backward of another.
+    ``merges``: whether the forward of a micro-batch runs beside the backward of another. ``calling``: the context in
+    which an error is that of a plugin's method.
     """
 
     site: Site
@@ -87,6 +88,7 @@ class LayerContext(BuildContext):
     sharding: Sharding | None = None
     recipes: tuple[Precision, Precision] | None = None
     adapters: AdapterPlugin | None = None
+    calling: Callable[[Plugin, str], AbstractContextManager[None]] = lambda part, method: nullcontext()
     policies: Mapping[str, MemoryPolicy] = Factory(dict)
     layouts: Mapping[int | None, Layout] = Factory(dict)
     context_attentions: Mapping[int | None, ContextAttention] = Factory(dict)
@@ -143,13 +145,15 @@ class LayerContext(BuildContext):
         """Adapter of a weight of this layer; None: it has none."""
         if self.adapters is None or not self.adapters.adapts(weight.name):
             return None
-        return self.adapters.build(self, weight)
+        with self.calling(self.adapters, "build()"):
+            return self.adapters.build(self, weight)
 
     def stacked_adapter(self, weight: AdaptedWeight) -> Any | None:
         """Adapters of a stack of weights; None: it has none."""
         if self.adapters is None or not self.adapters.adapts(weight.name):
             return None
-        return self.adapters.build_stacked(self, weight)
+        with self.calling(self.adapters, "build_stacked()"):
+            return self.adapters.build_stacked(self, weight)
 
     def core(self, attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
         """Core of this layer's attention: ``attend``, or what the ranks of cp do around it."""
@@ -318,6 +322,7 @@ class ModelParts(ModelContext):
             bare,
             recipes=recipes,
             adapters=parts.adapter,
+            calling=self.assembly.registry.calling,
             policies=policies,
             layouts=self._layouts,
             context_attentions=self._context_attentions(bare),

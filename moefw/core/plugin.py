@@ -220,6 +220,10 @@ class AdapterPlugin(Plugin):
         """Adapter of one matrix."""
         raise NotImplementedError
 
+    def build_stacked(self, context: BuildContext, weight: AdaptedWeight) -> StackedAdapter:
+        """Adapters of the matrices of all experts of ``weight``."""
+        raise NotImplementedError
+
     @property
     def begins_with(self) -> str | None:
         """Folder of an adapter in files of PEFT whose values a run begins with; None: with those of ``build``."""
@@ -235,10 +239,6 @@ class AdapterPlugin(Plugin):
     def anchored(self) -> AdapterPlugin:
         """Same adapters with absolute paths, so that a spec works from any folder."""
         return self
-
-    def build_stacked(self, context: BuildContext, weight: AdaptedWeight) -> StackedAdapter:
-        """Adapters of the matrices of all experts of ``weight``."""
-        raise NotImplementedError
 
 
 @frozen
