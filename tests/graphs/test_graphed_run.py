@@ -141,6 +141,15 @@ def test_steps_with_frozen_experts_are_replayed(ranks: RankPool) -> None:
     assert (found.failure, found.differing) == ("", [])
 
 
+@pytest.mark.parametrize("adapter", [{"use": "lora", "rank": 8, "dropout": 0.25}, {"use": "dora"}], ids=str)
+def test_steps_with_adapters_are_replayed(ranks: RankPool, adapter: dict[str, Any]) -> None:
+    """What dropout drops depends on the batch, and not on the step that was recorded."""
+    train = {**SMALL["train"], "micro_batch": 1, "weights": "of-no-folder"}
+    case = case_of(1, ROUTING["bias"], {"train": train, "adapter": adapter})
+    (found,) = ranks.run(compared, 1, case, REPLAYS)
+    assert (found.failure, found.differing) == ("", [])
+
+
 def collectives(operators: Sequence[str]) -> list[str]:
     """Collectives among operators. Others may depend on the rank, such as those of its place in a sequence."""
     return [operator for operator in operators if operator.startswith("c10d")]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from test_freeze import base, losses, tensors
 
+import copies
 from command_here import complaint, moefw_says
 from moefw import Batch, from_pretrained
 from moefw.commands.specs import read_run
@@ -53,6 +54,15 @@ def test_a_resumed_run_and_an_evaluation_have_the_adapters(spec: Path, tmp_path:
     moefw_says("train", spec, "--resume=2", "gemm.use=loop")
     assert losses(tmp_path / "run") == pytest.approx(whole, rel=1e-5)
     assert len(moefw_says("generate", tmp_path / "run", "--prompt", "a", "--tokens", "3")) > 1
+
+
+def test_a_run_resumes_in_another_layout(spec: Path, tmp_path: Path) -> None:
+    moefw_says("train", spec)
+    whole = losses(tmp_path / "run")
+    for layout in ("{experts: {ep: 2}}", "{dense: {shard: all}, experts: {etp: 2}}"):
+        ended = copies.run("moefw", "train", spec, "--resume=2", f"parallel={layout}")
+        assert ended.returncode == 0, ended.stderr
+        assert losses(tmp_path / "run") == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("gemm", ["grouped", "loop"])
