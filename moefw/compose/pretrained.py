@@ -74,7 +74,8 @@ class Pretrained(nn.Module):
         """Logits ``(B, S, V)`` of ids ``(B, S)``, int64. ``attention_mask``: 1 for tokens, 0 for padding.
 
         Tokens see no padding, on whichever side it is; logits of padding mean nothing. In training, the auxiliary
-        losses of routers wait for :meth:`losses`; a forward that finds some that nobody has taken warns.
+        losses of routers wait for :meth:`losses`; a forward that finds some that nobody has taken warns. Random draws,
+        such as dropout of adapters, then start from PyTorch's generator of the device.
         """
         tokens = None if attention_mask is None else attention_mask.bool()
         trains = self.training and torch.is_grad_enabled()
@@ -84,6 +85,7 @@ class Pretrained(nn.Module):
             mask_BS=tokens,
             documents_BS=None if tokens is None else tokens.long(),
             loss_scale=mean_scale(input_ids, tokens) if trains else None,
+            seeds_B=self._seeds(input_ids) if trains else None,
             dropless=True,
         )
         losses: list[Tensor] = []
@@ -97,6 +99,14 @@ class Pretrained(nn.Module):
             self._losses = tuple(losses)  # a region that runs again in backward adds to the list
             self._steps.add(layers)
         return logits
+
+    def _seeds(self, input_ids: Tensor) -> Tensor:
+        """Seeds of sequences, ``(B)``: the same on ranks that share them."""
+        seeds_B = torch.randint(2**62, input_ids.shape[:1], device=input_ids.device)
+        sharing = self.layout.group("cp", "tp")
+        if sharing is not None:
+            dist.broadcast(seeds_B, group=sharing, group_src=0)
+        return seeds_B
 
     def losses(self) -> Tensor:
         """Sum of the auxiliary losses of the last forward in training, each ``coefficient * mean over its tokens``.

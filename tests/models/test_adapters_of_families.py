@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import moefw
 from hf_models import MODELS, VOCABULARY, loaded, model_of
@@ -51,6 +52,37 @@ def test_new_adapters_change_no_logit_and_merged_ones_are_what_transformers_comp
     moefw.save_pretrained(model, tmp_path / "out")
     theirs = type(oracle).from_pretrained(tmp_path / "out").eval()(input_ids=IDS).logits
     assert (theirs - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+def test_dropout_is_of_training_alone_and_new_at_each_forward(tmp_path: Path) -> None:
+    model_of("qwen3_moe").save_pretrained(tmp_path / "in")
+    model = adapted(tmp_path / "in", {**LORA, "dropout": 0.5})
+    first, second = model(IDS), model(IDS)
+    assert torch.equal(first, second)
+    model.train()
+    torch.manual_seed(0)
+    dropped = model(IDS)
+    assert not torch.equal(dropped, model(IDS))
+    torch.manual_seed(0)
+    assert torch.equal(dropped, model(IDS))
+
+
+def drop_in_parts(folder: Path) -> torch.Tensor:
+    """Logits with dropout, on ranks of tp whose generators differ."""
+    model = adapted(
+        folder / "in", {**LORA, "dropout": 0.5}, parallel={"dense": {"tp": 2}, "experts": {"ep": 2}}
+    ).train()
+    torch.manual_seed(dist.get_rank())
+    return model(IDS).detach()
+
+
+def test_ranks_that_share_sequences_drop_the_same(pool: RankPool, tmp_path: Path) -> None:
+    model_of("qwen3_moe").save_pretrained(tmp_path / "in")
+    model = adapted(tmp_path / "in", {**LORA, "dropout": 0.5}).train()
+    torch.manual_seed(0)
+    wanted = model(IDS).detach()
+    for logits in pool.run(drop_in_parts, 2, tmp_path):
+        assert (logits - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
 def save_split(folder: Path, parallel: dict[str, object]) -> None:
