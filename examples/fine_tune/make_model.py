@@ -56,7 +56,7 @@ def main(folder: pathlib.Path) -> None:
     sources = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
     tokenizer.train_from_iterator((path.read_text(errors="replace") for path in sources), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 

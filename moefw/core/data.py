@@ -71,6 +71,15 @@ class DataSource(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids. Bytes that are not text become the replacement character."""
 
+    def ask(self, question: str) -> list[int] | None:
+        """Token ids of a conversation up to the answer to ``question``; None: the source has no conversations."""
+        return None
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Token ids with which a generated text ends, such as that behind an answer; empty: none is known."""
+        return frozenset()
+
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer, if it is a file, to ``folder``, for use of the model without the data."""
 

@@ -27,16 +27,24 @@ def keeps_past(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, data: DataSource, prompt: str, *, tokens: int, temperature: float, seed: int, window: int
+    model: nn.Module,
+    data: DataSource,
+    prompt: Sequence[int],
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    window: int,
 ) -> str:
-    """``prompt`` and up to ``tokens`` tokens more, drawn from the softmax at ``temperature`` (0: the likeliest).
+    """Text of ``prompt`` and of up to ``tokens`` tokens more, drawn from the softmax at ``temperature``.
 
-    ``window``: see :class:`Reader`. Every rank that shares the model passes the same arguments. Raises DataError if the
-    prompt is empty, and NotFiniteError.
+    It ends behind one of ``DataSource.ends``. At temperature 0 each token is the likeliest. ``window``: see
+    :class:`Reader`. Every rank that shares the model passes the same arguments. Raises DataError if the prompt is
+    empty, and NotFiniteError.
     """
-    ids = data.encode(prompt)
-    if not ids:
+    if not prompt:
         raise DataError("the prompt is empty.", "Give --prompt some text.")
+    ids = [*prompt]
     generator = torch.Generator().manual_seed(seed)
     was_training = model.training
     model.eval()
@@ -51,6 +59,8 @@ def generate(
                 ids.append(int(logits_V.argmax()))
             else:
                 ids.append(int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)))
+            if ids[-1] in data.ends:
+                break
     model.train(was_training)
     return data.decode(ids)
 

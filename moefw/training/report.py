@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from moefw.core.data import DataSource
 from moefw.core.errors import DataError, printable
 from moefw.runtime.parallel.local_shards import local
 from moefw.runtime.windows import masks_losses
@@ -32,6 +33,8 @@ from moefw_kernels.devices import is_gpu, runs_ahead
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 160
 SAMPLE_TEMPERATURE = 0.7
+MOST_ASKED = 1 << 16
+"""Most tokens of a question of which a sample is the answer."""
 
 
 def introduce(session: Session, parameters: Parameters, start: int, changes: Sequence[str], console: Console) -> None:
@@ -73,10 +76,11 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
     spec = session.assembly.spec
     if not keeps_past(session.model):
         say(console, RECOMPUTES)
+    question = _first_question(session.data)
     text = generate(
         session.model,
         session.data,
-        SAMPLE_PROMPT,
+        question or session.data.encode(SAMPLE_PROMPT),
         tokens=SAMPLE_TOKENS,
         temperature=SAMPLE_TEMPERATURE,
         seed=spec.run.seed,
@@ -97,8 +101,21 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
         say(console, f"held-out text: {bits:.3f} bits a byte; zlib -9 needs {zlib_bits:.3f}")
     folder = shlex.quote(str(run_dir))
     say(console, f"\n{text}\n\nmetrics, sample and checkpoints are in {run_dir}; what to do with it:")
-    say(console, f"  moefw generate {folder} --prompt {shlex.quote(SAMPLE_PROMPT)}")
+    asks = "--chat 'How are you?'" if question else f"--prompt {shlex.quote(SAMPLE_PROMPT)}"
+    say(console, f"  moefw generate {folder} {asks}")
     say(console, f"  moefw eval {folder}")
+
+
+def _first_question(data: DataSource) -> list[int] | None:
+    """Ids of the first held-out conversation up to what trains of it; None: there are no conversations.
+
+    Also None if nothing is before it in the first ``MOST_ASKED`` tokens.
+    """
+    count = min(len(data.heldout), MOST_ASKED)
+    trained = data.heldout.trained(0, count)
+    if trained is None or not trained.any() or trained[0]:
+        return None
+    return [int(id) for id in data.heldout.read(0, int(trained.argmax()))]
 
 
 def say(console: Console, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -397,6 +398,30 @@ def test_a_folder_that_transformers_saves_has_its_ids(chats: Any, cache: Path, t
     ids = [theirs.apply_chat_template(row["messages"], return_dict=True)["input_ids"] for row in ROWS]
     first = source.train.document_starts(0, len(source.train))[1]
     assert source.train.read(0, int(first)).tolist() in ids
+
+
+def test_a_question_is_asked_as_transformers_asks_it_and_answers_end_as_the_folder_says(
+    chats: Any, cache: Path, folder: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 11]}))
+    source = chats(date=date.today().isoformat()).prepare(cache)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "is it warm?"}]
+    assert source.ask("is it warm?") == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert source.ends == {7, 11, theirs.eos_token_id}
+
+
+def test_a_question_that_a_template_refuses_is_told(chats: Any, cache: Path, folder: Path) -> None:
+    source = chats().prepare(cache)
+    refuses = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(
+        "{{ raise_exception('no question') if add_generation_prompt }}" + refuses
+    )
+    source = chats().prepare(cache)
+    with pytest.raises(DataError, match=r"the question cannot be rendered: .*no question"):
+        source.ask("is it warm?")
 
 
 @pytest.mark.fault("a token that only tokenizer_config.json has: ids of another model", "an error that names it")

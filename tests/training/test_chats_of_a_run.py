@@ -137,6 +137,13 @@ def test_a_run_shows_what_trains_resumes_and_hands_on_what_a_conversation_needs(
     assert "of their tokens train (train_on: assistant)" in said
     assert "answer<|eot_id|>⟧" in said
     whole = losses(run)
+    sample = (run / "sample.txt").read_text()
+    assert "is it warm?" in sample
+    assert sample.index("assistant") > sample.index("is it warm?")
+    assert "--chat 'How are you?'" in said
+    answered = moefw_says("generate", run, "--chat", "is it cold?", "--tokens", "3")
+    assert answered.startswith("<s>")
+    assert "is it cold?<|eot_id|>" in answered
     moefw_says("train", spec, "--resume=1")
     assert losses(run) == whole
     moefw_says("convert", "export", run, out)

@@ -70,7 +70,10 @@ def test_text_is_written_without_a_budget_of_rows_in_ids_that_the_tokenizer_has(
 
     class Bytes:
         vocab_size = 99
+        ends = frozenset[int]()
         encode, decode = staticmethod(lambda text: list(text.encode())), staticmethod(lambda ids: bytes(ids).decode())
 
     data: Any = Bytes()
-    assert generate(Model(1, 1), data, "ab", tokens=3, temperature=0, seed=0, window=8) == "abbbb"
+    assert generate(Model(1, 1), data, data.encode("ab"), tokens=3, temperature=0, seed=0, window=8) == "abbbb"
+    data.ends = frozenset({ord("b")})
+    assert generate(Model(1, 1), data, data.encode("ab"), tokens=3, temperature=0, seed=0, window=8) == "abb"

@@ -111,6 +111,16 @@ class BlendSource(DataSource):
         """Text of ids by the tokenizer of all sources."""
         return self._sources[0].decode(ids)
 
+    def ask(self, question: str) -> list[int] | None:
+        """Ids of a conversation of the first source that has conversations; None: none has."""
+        asked = (source.ask(question) for source in self._sources)
+        return next((ids for ids in asked if ids is not None), None)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Ids with which texts of any source end."""
+        return frozenset[int]().union(*(source.ends for source in self._sources))
+
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer of all sources, and what each has beside it, such as a chat template."""
         for source in self._sources:

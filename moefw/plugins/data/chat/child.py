@@ -4,7 +4,8 @@ Messages are those of :mod:`moefw.plugins.data.encoding_child`. The first reques
 template as parts, and in its head ``variables``, ``today``, ``train_on`` and ``limits``. The parts of each later one
 are conversations in JSON. An answer says of each conversation how many samples it gives, or why none: ``{"chats":
 [{"samples": 1}, {"error": why}]}``. A sample is three parts: text, ids, uint32, and whether each trains, uint8. A
-request with ``{"roles": true}`` is answered with ``{"roles": {"user": [tokens, of which train]}}`` instead.
+request with ``{"roles": true}`` is answered with ``{"roles": {"user": [tokens, of which train]}}`` instead, and one
+with ``{"ask": true}`` with the ids of each conversation and of the prompt for an answer, one part each.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ def main() -> None:
     while (request := receive(requests)) is not None:
         asked, chats = request
         try:
-            outcomes, parts = worker.count(chats) if asked.get("roles") else worker.encode(chats)
+            if asked.get("ask"):
+                outcomes, parts = worker.prompts(chats)
+            elif asked.get("roles"):
+                outcomes, parts = worker.count(chats)
+            else:
+                outcomes, parts = worker.encode(chats)
         except BaseException as error:
             send(answers, {"error": first_line(error)})
         else:
@@ -92,6 +98,23 @@ class _Worker:
             for sample, encoding in tokenized:
                 ids = array("I", encoding.ids)
                 parts += (sample.text.encode(), ids.tobytes(), _trains(sample, encoding))
+        return outcomes, parts
+
+    def prompts(self, contents: Sequence[bytes]) -> tuple[list[Any], list[bytes]]:
+        """Outcome of each conversation, and the ids of it and of the prompt for an answer."""
+        limit(resource.RLIMIT_DATA, self._bytes)
+        outcomes: list[Any] = []
+        parts: list[bytes] = []
+        for content in contents:
+            _limit_cpu(self._cpu_s)
+            chat = json.loads(content)
+            try:
+                text = self._template.render(chat["messages"], chat["tools"], add_generation_prompt=True).text
+            except RenderError as error:
+                outcomes.append({"error": str(error)})
+                continue
+            outcomes.append({})
+            parts.append(array("I", self._tokenizer.encode(text, add_special_tokens=False).ids).tobytes())
         return outcomes, parts
 
     def count(self, contents: Sequence[bytes]) -> tuple[list[Any], list[bytes]]:

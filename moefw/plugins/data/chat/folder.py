@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,8 @@ from moefw.plugins.data.tokenizers import read_json
 TEMPLATE: Final = "chat_template.jinja"
 CONFIG: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
-HANDED_ON: Final = (CONFIG, SPECIAL_TOKENS, "generation_config.json")
+GENERATION: Final = "generation_config.json"
+HANDED_ON: Final = (CONFIG, SPECIAL_TOKENS, GENERATION)
 _DOWNLOAD: Final = "Download it again."
 
 
@@ -26,13 +28,15 @@ _DOWNLOAD: Final = "Download it again."
 class TokenizerFiles:
     """Content of the files, and the variables of the template: the names of special tokens, such as ``eos_token``.
 
-    ``beside`` are those that a run hands on besides ``tokenizer.json``, the template among them.
+    ``beside`` are those that a run hands on besides ``tokenizer.json``, the template among them. ``ends`` are the ids
+    with which generated texts end: ``eos_token``, and those of ``generation_config.json``.
     """
 
     tokenizer: bytes
     template: str
     variables: Mapping[str, str]
     beside: Mapping[str, bytes]
+    ends: frozenset[int] = frozenset()
 
 
 def tokenizer_path(name: str) -> Path:
@@ -56,7 +60,17 @@ def read_files(tokenizer: str, template: str | None) -> TokenizerFiles:
         template=source,
         variables=variables,
         beside={**beside, TEMPLATE: source.encode()},
+        ends=frozenset(_ends(path, content, variables.get("eos_token"), beside)),
     )
+
+
+def _ends(path: Path, tokenizer: bytes, eos: str | None, beside: Mapping[str, bytes]) -> Iterator[int]:
+    """Yield ids with which generated texts end."""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):  # the process that reads it says why
+        yield from (token["id"] for token in json.loads(tokenizer)["added_tokens"] if token["content"] == eos)
+    if GENERATION in beside:
+        told = _object(path.with_name(GENERATION), beside[GENERATION]).get("eos_token_id")
+        yield from (end for end in (told if isinstance(told, list) else [told]) if type(end) is int)
 
 
 def _require_tokens(path: Path, tokenizer: bytes, config: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ def prepare_chats(options: ChatOptions, cache_dir: Path) -> ChatSource:
         tokenizer = load_tokenizer(options.tokenizer, files.tokenizer)
         train, heldout = (_stream(prepared, Path(name), tokenizer.vocab_size) for name in (TRAIN, HELDOUT))
         source = PreparedSource(prepared, tokenizer, train=train, heldout=heldout)
-        return ChatSource(source, beside=files.beside, meta=prepared.meta)
+        return ChatSource(source, beside=files.beside, meta=prepared.meta, recipe=recipe, ends=files.ends)
 
 
 def _identity(options: ChatOptions, recipe: Recipe, corpus: Corpus) -> list[Any]:

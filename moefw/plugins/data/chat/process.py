@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -81,6 +82,16 @@ class ChatProcess:
                 before = sums.get(role, [0, 0])
                 sums[role] = [before[0] + tokens, before[1] + trained]
         return sums
+
+    def ask(self, question: str) -> list[int]:
+        """Ids of a question of the user, with the prompt for an answer. Raises EncodingError."""
+        chat = {"messages": [{"role": "user", "content": question}], "tools": None}
+        head, parts = self._child.ask({"ask": True}, [json.dumps(chat).encode()])
+        (outcome,) = head["chats"]
+        if "error" in outcome:
+            raise EncodingError(outcome["error"])
+        ids: list[int] = np.frombuffer(parts[0], dtype=np.uint32).tolist()
+        return ids
 
     def close(self) -> None:
         """End the process."""

@@ -10,6 +10,9 @@ from typing import Any, Final, final
 import numpy as np
 
 from moefw.core.data import DataSource, TokenStream
+from moefw.core.errors import DataError
+from moefw.plugins.data.chat.process import ChatProcess, Recipe
+from moefw.plugins.data.child import EncodingError
 from moefw.plugins.data.source import PreparedSource
 from moefw.system.files import replaced_file
 
@@ -22,9 +25,21 @@ BEGIN, END = "⟦", "⟧"
 
 @final
 class ChatSource(DataSource):
-    """Prepared conversations. ``beside`` are the files that a run hands on, ``meta`` is what the folder tells."""
+    """Prepared conversations.
 
-    def __init__(self, source: PreparedSource, *, beside: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
+    ``beside`` are the files that a run hands on, ``meta`` is what the folder tells; ``recipe`` makes ids of questions,
+    and ``ends`` are those behind answers.
+    """
+
+    def __init__(
+        self,
+        source: PreparedSource,
+        *,
+        beside: Mapping[str, bytes],
+        meta: Mapping[str, Any],
+        recipe: Recipe,
+        ends: frozenset[int],
+    ) -> None:
         self.train = source.train
         self.heldout = source.heldout
         self.vocab_size = source.vocab_size
@@ -33,6 +48,8 @@ class ChatSource(DataSource):
         self._source = source
         self._beside = beside
         self._meta = meta
+        self._recipe = recipe
+        self._ends = ends
 
     @property
     def heldout_bytes(self) -> bytes:  # type: ignore[override]
@@ -51,6 +68,19 @@ class ChatSource(DataSource):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids. Raises DataError."""
         return self._source.decode(ids)
+
+    def ask(self, question: str) -> list[int]:
+        """Ids of a conversation that begins with a question of the user, up to the answer. Raises DataError."""
+        try:
+            with ChatProcess(self._recipe) as process:
+                return process.ask(question)
+        except EncodingError as error:
+            raise DataError(f"the question cannot be rendered: {error.reason}.", "Use another template.") from error
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Ids behind answers, as the tokenizer's folder names them."""
+        return self._ends
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer, the template that was used, and the configurations beside them."""
