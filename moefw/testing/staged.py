@@ -14,7 +14,7 @@ from moefw.core.plugin import Plugin
 from moefw.testing.combinations import flow
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
-from moefw.testing.variants import Variant
+from moefw.testing.variants import NO_FOLDER, Variant, trains_beside_a_folder
 
 SIZES: Final[Mapping[str, Any]] = {**SMALL["model"], "vocab_size": 62, "num_layers": 4, "mtp_layers": 1}
 """The model that is split: a layer for each stage of two ranks with two, and one that predicts a further token."""
@@ -42,6 +42,8 @@ class StagedModel:
         train = {**SMALL["train"], "tokens_per_step": 64 * self.world, "micro_batch": 2}
         optimizer = {"use": "adamw", "eps": 1e-6}
         chosen = {section: variant.choice for section, variant in self.parts.items()}
+        if trains_beside_a_folder(chosen):
+            train["weights"] = NO_FOLDER
         if not staged:
             chosen["parallel"] = {key: value for key, value in chosen["parallel"].items() if key != "pp"}
             del chosen["pipeline"]
