@@ -180,12 +180,13 @@ def begin_adapters(model: nn.Module) -> None:
     """Let each adapter of one matrix begin with the values of its weight. Collective, where ranks split or shard it."""
     pieces = {piece.name: piece for piece in canonical_parameters(model)}
     for adapted in mergeable_weights(model):
-        if adapted.expert is None:
-            weight = torch.empty(adapted.adapter.weight.shape, device=next(adapted.adapter.parameters()).device)
-            for name, rows in adapted.rows.items():
-                piece = pieces[name]
-                weight[rows] = piece.of(whole(piece.parameter.detach())).float()
-            adapted.adapter.begin(weight)
+        if adapted.expert is not None or type(adapted.adapter).begin is Adapter.begin:
+            continue  # it begins with what it was drawn, so its weight need not be gathered
+        weight = torch.empty(adapted.adapter.weight.shape, device=next(adapted.adapter.parameters()).device)
+        for name, rows in adapted.rows.items():
+            piece = pieces[name]
+            weight[rows] = piece.of(whole(piece.parameter.detach())).float()
+        adapted.adapter.begin(weight)
 
 
 @final
