@@ -23,6 +23,7 @@ from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory.dropped import drops
 from moefw.runtime.naming import expert_parameters
 from moefw.runtime.parallel.cp_blocks import layouts_by_cp
+from moefw.runtime.parallel.local_shards import sharded_sides
 from moefw.runtime.parallel.opened_layout import open_by, second_group
 from moefw.runtime.phases import Phase, straight
 from moefw.runtime.pipeline.placement import Stages
@@ -406,8 +407,9 @@ def build_model(
     """Construct the model of an assembly on ``device``. Its parameters are not initialised.
 
     ``shard_by``: what shards parameters in the place of FSDP, if the layout shards any. ``watch`` follows the regions.
-    Parameters that do not train (``Assembly.frozen``) have the dtype in which their folder has them. Raises
-    PluginError for a model without stages that a pipeline, or phases one by one, need.
+    Parameters that do not train (``Assembly.frozen``) have the dtype in which their folder has them, or are its codes
+    (``train.frozen_weights``). Raises PluginError for a model without stages that a pipeline, or phases one by one,
+    need, and SpecError for codes that this rank cannot hold.
     """
 
     def build() -> nn.Module:
@@ -424,7 +426,14 @@ def build_model(
         return build()
     from moefw.compose.freezing import built_with_frozen
 
-    return built_with_frozen(build_without_memory, build, frozen, Path(assembly.spec.train.weights or ""))
+    train = assembly.spec.train
+    return built_with_frozen(
+        build_without_memory,
+        build,
+        frozen,
+        Path(train.weights or ""),
+        sharded_sides=sharded_sides(layout) if train.frozen_weights == "as_stored" else None,
+    )
 
 
 def _built(context: ModelParts) -> nn.Module:
@@ -451,8 +460,7 @@ def _why_stages(assembly: Assembly) -> str:
 
 
 def _sharding(layout: Layout, shard_by: Callable[[Layout], Sharding] | None) -> Sharding | None:
-    sides: tuple[Side, Side] = ("dense", "experts")
-    if all(len(layout.plan.copies(layout.rank, side)[0]) == 1 for side in sides):
+    if not sharded_sides(layout):
         return None
     if shard_by is not None:
         return shard_by(layout)

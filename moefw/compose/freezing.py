@@ -1,27 +1,38 @@
-"""Weights that do not train (``train.freeze``): which ones, and in which dtype a rank holds them.
+"""Weights that do not train (``train.freeze``): which ones, and in which dtype or as which codes a rank holds them.
 
-A frozen parameter is held as the folder has it, in bf16 as a rule, and never as an fp32 master, which alone could be
-more than a rank has memory for. So it must be known when the parameter is made, and canonical names are known when the
-model is there: the model is built twice, first without memory, and the parameters of both are numbered as they come.
+A frozen parameter is held as the folder has it, in bf16 as a rule, or as its codes (``train.frozen_weights``), and
+never as an fp32 master, which alone could be more than a rank has memory for. So it must be known when the parameter is
+made, and canonical names are known when the model is there: the model is built twice, first without memory, and the
+parameters of both are numbered as they come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from torch import nn
+from attrs import evolve
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from moefw.core.errors import Problem, SpecError
+from moefw.core.errors import ContractError, Problem, SpecError
+from moefw.core.records import Canonical, Side
+from moefw.models.embedding import Embedding
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import family_of
 from moefw.models.huggingface.folder import Folder
-from moefw.models.huggingface.origins import origins_of
-from moefw.runtime.naming import by_parameter
+from moefw.models.huggingface.origins import Origin, origins_of
+from moefw.runtime.compute.code_formats import CodeFormat
+from moefw.runtime.compute.coded_weight import CodedWeight
+from moefw.runtime.modules import Linear
+from moefw.runtime.naming import by_parameter, expert_parameters
+
+Form = torch.dtype | CodeFormat
+"""The dtype of the values of a frozen parameter, or the format of the codes as which it is held."""
+DECODE = "or use train.frozen_weights: decoded."
 
 
 def built_with_frozen(
@@ -29,20 +40,27 @@ def built_with_frozen(
     build: Callable[[], nn.Module],
     patterns: Sequence[str],
     weights: Path,
+    *,
+    sharded_sides: Collection[Side] | None,
 ) -> nn.Module:
     """Model from ``build``, in which the parameters whose canonical names match are frozen.
 
     ``build_without_memory`` makes the same parameters in the same order on ``meta``, sharded by nothing. ``weights``:
-    the folder whose dtypes they have. Raises SpecError for patterns that would freeze a part of a parameter.
+    the folder as which they are held, as values unless ``sharded_sides`` is given: the sides whose parameters FSDP
+    shards, which cannot be codes. Raises SpecError for patterns that would freeze a part of a parameter, and for codes
+    that a rank cannot hold.
     """
     with _numbered() as numbers:
         model = build_without_memory()
-    dtypes = _frozen(model, patterns, weights)
+    pieces = _frozen_pieces(model, patterns)
+    forms = _dtypes(pieces, weights)
+    if sharded_sides is not None:
+        forms |= _formats(model, pieces, weights, sharded_sides)
     by_number = {
-        numbers[module, key]: dtypes[parameter]
+        numbers[module, key]: forms[parameter]
         for module in model.modules()
         for key, parameter in module.named_parameters(recurse=False)
-        if parameter in dtypes
+        if parameter in forms
     }
     with _numbered(by_number):
         return build()
@@ -54,22 +72,22 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 @contextmanager
-def _numbered(frozen: Mapping[int, torch.dtype] | None = None) -> Iterator[dict[tuple[nn.Module, str], int]]:
+def _numbered(frozen: Mapping[int, Form] | None = None) -> Iterator[dict[tuple[nn.Module, str], int]]:
     """Number the parameters of modules, in the order in which they are registered first; yield the numbers.
 
-    Those of the numbers in ``frozen`` are replaced, before the next one is made, by frozen ones of these dtypes.
+    Those of the numbers in ``frozen`` are replaced, before the next one is made, by frozen ones of these forms.
     """
     numbers: dict[tuple[nn.Module, str], int] = {}
-    dtypes = frozen or {}
+    forms = frozen or {}
 
     def on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if (module, name) in numbers:
             return None  # it is replaced, such as by a sharded one
         number = len(numbers)
         numbers[module, name] = number
-        if number not in dtypes or not parameter.requires_grad:  # a tied one is frozen already
+        if number not in forms or not parameter.requires_grad:  # a tied one is frozen already
             return None
-        return nn.Parameter(torch.empty_like(parameter, dtype=dtypes[number]), requires_grad=False)
+        return nn.Parameter(_empty_as(forms[number], parameter), requires_grad=False)
 
     handle = register_module_parameter_registration_hook(on_registration)  # type: ignore[arg-type]
     try:
@@ -78,37 +96,133 @@ def _numbered(frozen: Mapping[int, torch.dtype] | None = None) -> Iterator[dict[
         handle.remove()
 
 
-def _frozen(model: nn.Module, patterns: Sequence[str], weights: Path) -> dict[nn.Parameter, torch.dtype]:
-    """Parameters of a model that are frozen, each with its dtype."""
-    frozen: dict[nn.Parameter, torch.dtype] = {}
+def _empty_as(form: Form, parameter: Tensor) -> Tensor:
+    """Tensor of the shape of a parameter in another form, without its values."""
+    if isinstance(form, CodeFormat):
+        return CodedWeight.empty(parameter.shape, form, parameter.device)
+    return torch.empty_like(parameter, dtype=form)
+
+
+Pieces = Mapping[nn.Parameter, Sequence[Canonical]]
+"""Frozen parameters, each with its canonical tensors."""
+
+
+def _frozen_pieces(model: nn.Module, patterns: Sequence[str]) -> Pieces:
+    """Parameters of a model that are frozen. Raises SpecError for parameters of which a part is."""
+    frozen: dict[nn.Parameter, Sequence[Canonical]] = {}
     problems: list[Problem] = []
-    dtype_of = _stored_dtypes(weights)
     for parameter, pieces in by_parameter(model):
-        names = [piece.name for piece in pieces if not piece.of_adapter]
-        held = [name for name in names if matches(name, patterns)]
-        if held and len(held) < len(names):
-            trained = next(name for name in names if name not in held)
+        own = [piece for piece in pieces if not piece.of_adapter]
+        held = [piece.name for piece in own if matches(piece.name, patterns)]
+        if held and len(held) < len(own):
+            trained = next(piece.name for piece in own if piece.name not in held)
             what = f"train.freeze names {held[0]} and not {trained}, which are one parameter."
             problems.append(
                 Problem(what, "Freeze both or none. With gemm: loop, each expert has parameters of its own.")
             )
         elif held:
-            in_bf16 = all(dtype_of(name) is torch.bfloat16 for name in names)
-            frozen[parameter] = torch.bfloat16 if in_bf16 else torch.float32  # which holds the others exactly
+            frozen[parameter] = own
     if problems:
         raise SpecError(problems)
     return frozen
 
 
-def _stored_dtypes(weights: Path) -> Callable[[str], torch.dtype]:
-    """Function that returns the dtype in which a folder has the tensor of a name; without the folder, bf16."""
+def _dtypes(frozen: Pieces, weights: Path) -> dict[nn.Parameter, Form]:
+    """Dtypes of frozen parameters as values; without the folder, bf16."""
     if not weights.is_dir():
-        return lambda name: torch.bfloat16
-    tensors = Folder(weights).tensors
-    rules = family_of(read_config(weights), weights).rules
+        return dict.fromkeys(frozen, torch.bfloat16)
+    folder = Folder(weights)
+    origin_of = _origins(folder)
 
-    def dtype_of(name: str) -> torch.dtype:
-        places = (tensors[origin.name] for origin in origins_of(name, rules) if origin.name in tensors)
-        return next((place.dtype for place in places), torch.bfloat16)
+    def dtype(piece: Canonical) -> torch.dtype:
+        origin = origin_of(piece.name)
+        return torch.bfloat16 if origin is None else folder.tensors[origin.name].dtype
 
-    return dtype_of
+    dtypes: dict[nn.Parameter, Form] = {}
+    for parameter, pieces in frozen.items():
+        in_bf16 = all(dtype(piece) is torch.bfloat16 for piece in pieces)
+        dtypes[parameter] = torch.bfloat16 if in_bf16 else torch.float32  # which holds the others exactly
+    return dtypes
+
+
+def _formats(
+    model: nn.Module, frozen: Pieces, weights: Path, sharded_sides: Collection[Side]
+) -> dict[nn.Parameter, Form]:
+    """Formats of the frozen parameters that the folder has as codes. Raises SpecError for those that cannot be held."""
+    if not weights.is_dir():
+        what = f"train.frozen_weights: as_stored holds weights as train.weights has them, and {weights} is no folder."
+        raise SpecError(what, f"Bring the folder, {DECODE}")
+    folder = Folder(weights)
+    origin_of = _origins(folder)
+    sharded = _sharded_parameters(model, sharded_sides)
+    looked_up = {module.weight for module in model.modules() if isinstance(module, Embedding)}
+    computed_rows = _computed_rows(model)
+    formats: dict[nn.Parameter, Form] = {}
+    problems: list[Problem] = []
+    for parameter, pieces in frozen.items():
+        origins = {piece: origin for piece in pieces if (origin := origin_of(piece.name)) is not None}
+        form = next((form for origin in origins.values() if (form := folder.format(origin)) is not None), None)
+        if form is None:
+            continue
+        formats[parameter] = form
+        in_form = [piece.name for piece, origin in origins.items() if folder.format(origin) == form]
+        others = [piece.name for piece in origins if piece.name not in in_form]
+        if others:
+            what = f"{weights} has {in_form[0]} in {form.name} and {others[0]} not, which are one parameter."
+            problems.append(Problem(what, "Use train.frozen_weights: decoded."))
+        elif parameter in sharded:
+            what = f"{in_form[0]} is held as codes (train.frozen_weights: as_stored), and parallel.*.shard shards it."
+            problems.append(Problem(what, f"Leave out shard, {DECODE}"))
+        elif parameter in looked_up:
+            what = f"{weights} has {in_form[0]} in {form.name}, and its rows are looked up, not multiplied."
+            problems.append(Problem(what, "Use train.frozen_weights: decoded."))
+        else:
+            problems += _cut_blocks(parameter, origins, folder, form, computed_rows.get(parameter))
+    if problems:
+        raise SpecError(problems)
+    return formats
+
+
+def _cut_blocks(
+    parameter: nn.Parameter,
+    origins: Mapping[Canonical, Origin],
+    folder: Folder,
+    form: CodeFormat,
+    computed_rows: slice | None,
+) -> Iterator[Problem]:
+    """Yield the first block of a parameter that the layout or its pieces cut, if there is one."""
+    for piece, origin in origins.items():
+        try:
+            whole = folder.codes_without_bytes(origin)
+            part = whole if piece.shard is None else piece.shard.of(whole)
+            held = CodedWeight.empty(parameter.shape, form, parameter.device)
+            target = piece.of(held)
+            if part.shape == target.shape:  # if not, reading the folder says what is wrong with it
+                target.copy_(part)
+            if computed_rows is not None:
+                held[computed_rows]  # a cut, which is refused within a block
+        except ContractError as error:
+            yield evolve(error.problems[0], where=piece.name)
+            return
+
+
+def _computed_rows(model: nn.Module) -> dict[nn.Parameter, slice]:
+    """The only rows that are computed here, of the weights of which a rank holds more."""
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    return {linear.weight: linear.rows for linear in linears if linear.rows is not None}
+
+
+def _sharded_parameters(model: nn.Module, sides: Collection[Side]) -> set[nn.Parameter]:
+    """Parameters of these sides of a model."""
+    experts = expert_parameters(model)
+    return {parameter for parameter in model.parameters() if ("experts" if parameter in experts else "dense") in sides}
+
+
+def _origins(folder: Folder) -> Callable[[str], Origin | None]:
+    """Function that returns where a folder has the tensor of a name; None: it has none."""
+    rules = family_of(read_config(folder.path), folder.path).rules
+
+    def origin_of(name: str) -> Origin | None:
+        return next((origin for origin in origins_of(name, rules) if origin.name in folder.tensors), None)
+
+    return origin_of

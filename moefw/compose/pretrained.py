@@ -133,10 +133,11 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
 
     ``sections``: those of a spec, such as ``precision={"use": "bf16"}`` or ``parallel={"experts": {"ep": 8}}``.
     Parameters are fp32; FP8 and MXFP4 are read as bf16. With ``adapter={"use": "lora"}`` these are frozen, and held in
-    the dtype of the folder, and new adapters train beside them. Each rank reads its own experts. Raises SpecError for a
-    configuration that is not supported, PlanError for sections that do not fit, and CheckpointError for tensors that
-    are damaged, not finite, missing, left over or of another shape. A model that cannot be trained may still compute: a
-    router whose weights are always 1 (top-1, normalised) gets no gradient from them, here as in ``transformers``.
+    the dtype of the folder, or with ``train={"frozen_weights": "as_stored"}`` as its codes, and new adapters train
+    beside them. Each rank reads its own experts. Raises SpecError for a configuration that is not supported, or codes
+    that a rank cannot hold, PlanError for sections that do not fit, and CheckpointError for tensors that are damaged,
+    not finite, missing, left over or of another shape. A model that cannot be trained may still compute: a router whose
+    weights are always 1 (top-1, normalised) gets no gradient from them, here as in ``transformers``.
     """
     root = Path(path)
     if not root.is_dir():

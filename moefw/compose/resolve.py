@@ -403,6 +403,12 @@ class _Resolution:
             if train.freeze and train.weights is None:
                 what = "frozen weights stay those of a folder, and train.weights names none."
                 self.tell(("train", "freeze"), Problem(what, "Name one, or leave freeze out."))
+        with self.asking(("train", "frozen_weights")):
+            freezes = train.freeze or (adapter and adapter.part.freezes)
+            if train.frozen_weights == "as_stored" and not freezes:
+                what = "only frozen weights are held as their folder has them, and none is frozen."
+                fix = "Name some in train.freeze, choose an adapter, or leave frozen_weights out."
+                self.tell(("train", "frozen_weights"), Problem(what, fix))
 
     def lay_out(self, world: int | None) -> LayoutPlan | None:
         """Return the layout plan of the world, or report why there is none."""

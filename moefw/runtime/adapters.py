@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Adapter, ExpertGemm, Precision, StackedAdapter
 from moefw.core.records import AdaptedWeight, Canonical, RowGroups
+from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.compute.product import linear
 from moefw.runtime.naming import canonical_parameters
 from moefw.runtime.parallel.local_shards import whole
@@ -185,7 +186,7 @@ def begin_adapters(model: nn.Module) -> None:
         weight = torch.empty(adapted.adapter.weight.shape, device=next(adapted.adapter.parameters()).device)
         for name, rows in adapted.rows.items():
             piece = pieces[name]
-            weight[rows] = piece.of(whole(piece.parameter.detach())).float()
+            weight[rows] = values_of(piece.of(whole(piece.parameter.detach()))).float()
         adapted.adapter.begin(weight)
 
 
@@ -199,7 +200,7 @@ class MergedParameters:
     @torch.no_grad()
     def of(self, pieces: Sequence[Canonical]) -> Tensor:
         """Values of the parameter of ``pieces``: itself, or its merged values, fp32."""
-        parameter = pieces[0].parameter.detach()
+        parameter = values_of(pieces[0].parameter.detach())
         by_name = {piece.name: piece for piece in pieces if piece.name in self._adapted}
         if not by_name:
             return parameter

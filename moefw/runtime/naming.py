@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import ExpertGemm, Meter, Named, Stateful
 from moefw.core.records import Canonical, Shard, Side
+from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.parallel.local_shards import all_of
 
 
@@ -102,7 +103,7 @@ def initialise(model: nn.Module, *, seed: int, std: Callable[[str], float | None
     """Fill every parameter from a generator keyed by seed and canonical name, so that all layouts give the same bits.
 
     ``std(name)`` is the standard deviation of a normal distribution cut at three deviations; None means ones. Those of
-    adapters say their own.
+    adapters say their own. Weights that are held as codes become zeros.
     """
     _initialise(by_parameter(model), seed, std)
 
@@ -118,6 +119,9 @@ def _initialise(
     parameters: Iterable[tuple[nn.Parameter, Sequence[Canonical]]], seed: int, std: Callable[[str], float | None]
 ) -> None:
     for parameter, pieces in parameters:
+        if isinstance(parameter, CodedWeight):
+            parameter.zero_()  # the folder alone has its codes
+            continue
         with all_of(parameter) as values:
             for piece in pieces:
                 deviation = piece.adapter_std if piece.of_adapter else std(piece.name)

@@ -298,6 +298,7 @@ class TestResolvedSpec:
         others = {
             "train.weights": "folder",
             "train.freeze": None,  # only with weights
+            "train.frozen_weights": None,  # only where some are frozen
             "train.main_gradients": "bfloat16",
             "train.reduce_gradients": "step",
             "train.replay_routes": "folder",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, final
 
 import torch
 from attrs import evolve, frozen
@@ -17,6 +17,8 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.origins import Origin
+from moefw.runtime.compute.code_formats import FP8, MXFP4, CodeFormat
+from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.finite import all_finite
 from moefw.system.untrusted_files import read_regular
 
@@ -24,8 +26,6 @@ INDEX: Final = "model.safetensors.index.json"
 MAX_INDEX_BYTES: Final = 1 << 28
 """256 MiB. An index has about a hundred bytes for each tensor, and that of Kimi-K2 less than 32 MiB."""
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
-BLOCK: Final = 128
-"""Rows, and columns, of a weight in FP8 that share a scale."""
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -36,7 +36,6 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 }
 SCALES: Final = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of FP8's scales. Others, such as bytes, hold exponents."""
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Stored(Protocol):
@@ -67,6 +66,10 @@ class Plain:
         values: Tensor = self.lazy[:] if first is None else self.lazy[first]
         return values
 
+    def without_bytes(self) -> Tensor:
+        """All of the tensor, on ``meta``."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
 
 @frozen(eq=False)
 class Fp8:
@@ -75,6 +78,7 @@ class Fp8:
     codes: Plain
     scales: Plain
     dtype: torch.dtype = torch.bfloat16
+    format: CodeFormat = FP8
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,15 +86,12 @@ class Fp8:
         return self.codes.shape
 
     def read(self, first: int | None) -> Tensor:
-        """``codes * scale``, rounded once. Blocks of rows in turn, so that little is held in fp32."""
-        codes = self.codes.read(first)
-        scales = self.scales.read(first).float()
-        values = torch.empty(codes.shape, dtype=self.dtype)
-        for block, start in enumerate(range(0, codes.shape[-2], BLOCK)):
-            rows = codes[..., start : start + BLOCK, :].float()
-            wide = scales[..., block : block + 1, :].repeat_interleave(BLOCK, -1)[..., : rows.shape[-1]]
-            values[..., start : start + BLOCK, :] = rows.mul_(wide)
-        return values
+        """``codes * scale``, rounded once."""
+        return FP8.decode(self.codes.read(first), self.scales.read(first).float())
+
+    def arranged(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales in the order of the values, the scales in fp32."""
+        return codes, scales.float()
 
 
 @frozen(eq=False)
@@ -103,6 +104,7 @@ class Mxfp4:
     codes: Plain
     scales: Plain
     dtype: torch.dtype = torch.bfloat16
+    format: CodeFormat = MXFP4
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,16 +114,28 @@ class Mxfp4:
 
     def read(self, first: int | None) -> Tensor:
         """Values, exact in bf16."""
-        codes = self.codes.read(first)
-        scales = self.scales.read(first)
-        table = torch.tensor([*_FP4, *(-value for value in _FP4)])
-        values = torch.empty(*codes.shape[:-2], 32 * codes.shape[-2], dtype=self.dtype)
-        for start in range(0, codes.shape[-3], BLOCK):  # in turn, so that little is held in wider dtypes
-            rows = codes[..., start : start + BLOCK, :, :]
-            exponents = scales[..., start : start + BLOCK, :].int() - 127
-            pairs = torch.stack([table[(rows & 15).int()], table[(rows >> 4).int()]], dim=-1)
-            values[..., start : start + BLOCK, :] = torch.ldexp(pairs.flatten(-2), exponents.unsqueeze(-1)).flatten(-2)
-        return values.mT
+        return MXFP4.decode(self.codes.read(first).flatten(-2), self.scales.read(first)).mT
+
+    def arranged(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes (..., I / 2, O) and scales (..., I / 32, O), in the order of the values."""
+        return codes.flatten(-2).mT, scales.mT
+
+
+Coded = Fp8 | Mxfp4
+"""A tensor that is stored as codes."""
+
+
+def _first(origin: Origin) -> tuple[int | None, Origin]:
+    """Index along the first dimension of a tensor that a parameter is cut from, and its place there; None: all."""
+    if origin.cut and isinstance(origin.cut[0], int):
+        return origin.cut[0], evolve(origin, cut=origin.cut[1:])
+    return None, origin
+
+
+def _coded_piece(stored: Coded, codes: Tensor, scales: Tensor, piece: Origin) -> CodedWeight:
+    """Piece of stored codes and scales. Raises ContractError if it cuts a block."""
+    arranged_codes, arranged_scales = stored.arranged(codes, scales)
+    return CodedWeight(piece.of(arranged_codes), piece.of(arranged_scales), stored.format)
 
 
 def _not_finite(what: str) -> CheckpointError:
@@ -151,26 +165,44 @@ class Folder:
             raise CheckpointError(self._problems)
 
     @contextmanager
-    def reading(self, group: ProcessGroup | None = None) -> Iterator[Callable[[Origin], Tensor]]:
-        """Yield the function that reads the values of a parameter, and looks at them. Collective at exit.
+    def reading(self, group: ProcessGroup | None = None) -> Iterator[Reading]:
+        """Yield what reads parameters, and looks at their values. Collective at exit.
 
         Raises CheckpointError at exit with all tensors that hold NaN or infinity, whichever rank of ``group`` has read
         them.
         """
         with all_finite(self.path, _not_finite, group) as looked_at:
-            yield lambda origin: looked_at(origin.name, self.read(origin))
+            yield Reading(self, looked_at)
 
     def read(self, origin: Origin) -> Tensor:
         """Values of a parameter as they are, those of F64 in fp32, which parameters have.
 
         Only their bytes are read, and those of their own expert.
         """
-        stored = self.tensors[origin.name]
-        if origin.cut and isinstance(origin.cut[0], int):
-            values: Tensor = evolve(origin, cut=origin.cut[1:]).of(stored.read(origin.cut[0]))
-        else:
-            values = origin.of(stored.read(None))
+        first, piece = _first(origin)
+        values: Tensor = piece.of(self.tensors[origin.name].read(first))
         return values.float() if values.dtype is torch.float64 else values
+
+    def read_codes(self, origin: Origin) -> CodedWeight:
+        """Codes and scales of a parameter. Only their bytes are read, and those of their own expert."""
+        stored = self._coded(origin)
+        first, piece = _first(origin)
+        return _coded_piece(stored, stored.codes.read(first), stored.scales.read(first), piece)
+
+    def codes_without_bytes(self, origin: Origin) -> CodedWeight:
+        """Codes and scales of a parameter on ``meta``. Raises ContractError for a piece that cuts a block."""
+        stored = self._coded(origin)
+        return _coded_piece(stored, stored.codes.without_bytes(), stored.scales.without_bytes(), origin)
+
+    def format(self, origin: Origin) -> CodeFormat | None:
+        """Format of a parameter that is stored as codes; None: it is stored as values."""
+        stored = self.tensors[origin.name]
+        return stored.format if isinstance(stored, Coded) else None
+
+    def _coded(self, origin: Origin) -> Coded:
+        stored = self.tensors[origin.name]
+        assert isinstance(stored, Coded), "format() has said that these are codes"
+        return stored
 
     def shape(self, origin: Origin) -> tuple[int, ...] | None:
         """Shape of a parameter; None if the tensor has no such piece."""
@@ -278,8 +310,7 @@ class Folder:
             what = f"{self.path}: {name} has scales, and is {codes.dtype} of shape {codes.shape}."
             self._tell(what, "Use a folder whose FP8 weights are E4M3 of two dimensions, or of three if stacked.")
             return
-        *leading, rows, columns = codes.shape
-        shape = (*leading, -(-rows // BLOCK), -(-columns // BLOCK))
+        shape = FP8.shape_of_scales(codes.shape)
         if scales.shape != shape or scales.dtype not in SCALES:
             what = f"{self.path}: the scales of {name} are {scales.dtype} of shape {scales.shape}."
             fix = f"Use a folder with one scale in fp32, bf16 or fp16 for each 128 x 128 values: {shape}."
@@ -297,3 +328,22 @@ class Folder:
             self._tell(what, "Use a folder whose MXFP4 weights are in bytes (U8).")
         else:
             yield name, Mxfp4(codes, scales)
+
+
+@final
+class Reading:
+    """Reads parameters of a folder, and looks at their values. Called with an origin, it returns values."""
+
+    def __init__(self, folder: Folder, looked_at: Callable[[str, Tensor], Tensor]) -> None:
+        self._folder = folder
+        self._looked_at = looked_at
+
+    def __call__(self, origin: Origin) -> Tensor:
+        """Values of a parameter."""
+        return self._looked_at(origin.name, self._folder.read(origin))
+
+    def codes(self, origin: Origin) -> CodedWeight:
+        """Codes and scales of a parameter, whose values are looked at, too."""
+        coded = self._folder.read_codes(origin)
+        self._looked_at(origin.name, coded.values())
+        return coded

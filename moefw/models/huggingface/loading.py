@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.origins import Origin, Rule, origins_of
+from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.naming import by_parameter, state_tensors
 from moefw.runtime.parallel.local_shards import all_of
 from moefw.runtime.pipeline.stage import names_in_stages
@@ -84,7 +85,8 @@ def fill(
                 continue
             with all_of(parameter) as values:
                 for piece in pieces:
-                    whole = read(origins[piece.name])
+                    origin = origins[piece.name]
+                    whole = read.codes(origin) if isinstance(parameter, CodedWeight) else read(origin)
                     piece.of(values).copy_(whole if piece.shard is None else piece.shard.of(whole))
         for name, state in () if frozen_alone else router_states(model):
             state.copy_(read(origins[name]))

@@ -16,6 +16,7 @@ from moefw.core.records import RowGroups, SavedOperand
 from moefw.runtime.compute import bf16_parts
 from moefw.runtime.compute.bf16_parts import BF16Sum
 from moefw.runtime.compute.casts import in_dtype
+from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.compute.row_operands import grad_operands, input_operands
 from moefw.runtime.compute.weights import WeightUse, has_plain_gradient
 from moefw.runtime.memory.dropped import output_of
@@ -160,13 +161,13 @@ class _WideLinear(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.dtype = x.dtype
         ctx.weight = WeightUse(weight)
-        return F.linear(x.to(dtype), weight.to(dtype))
+        return F.linear(x.to(dtype), values_of(weight).to(dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad_x = (grad @ weight.to(grad.dtype)).to(ctx.dtype)
+        grad_x = (grad @ values_of(weight).to(grad.dtype)).to(ctx.dtype)
         return grad_x, ctx.weight.gradient(ctx, 1, lambda: (grad, x.to(grad.dtype))), None
 
 

@@ -9,6 +9,7 @@ outside of a step                made for each use       returned to autograd
 in a step                        made once a step        added to ``Parameter.grad``
 FSDP gathers it                  made for each use [1]_  returned; FSDP reduces it after each micro-batch
 FSDP gathers it, reduces once    made for each use [1]_  added to FSDP's unsharded sum, see :class:`Accumulator`
+held as codes, frozen            decoded for each use    none
 ===============================  ======================  ==========================================================
 
 .. [1] A master that is gathered as codes is encoded once a step by the rank that stores it
@@ -32,6 +33,7 @@ from moefw.core.contracts import Precision
 from moefw.core.records import Pass, SavedOperand
 from moefw.runtime.accounting import made_for_step
 from moefw.runtime.compute.casts import in_dtype
+from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.compute.grouped_mm import grouped_mm
 from moefw.runtime.compute.primary_weights import Master
 from moefw.runtime.forward_context import forward_context
@@ -43,7 +45,7 @@ TRAINING: Final[Sequence[Pass]] = ("fprop", "dgrad")
 
 def has_plain_gradient(weight: Tensor) -> bool:
     """Whether autograd may cast the weight and return its gradient at once: no step and no later pass does."""
-    return weight not in _in_step and forward_context().wgrads is None
+    return weight not in _in_step and forward_context().wgrads is None and not isinstance(weight, CodedWeight)
 
 
 @final
@@ -58,7 +60,10 @@ class WeightUse:
         self._wgrads = forward_context().wgrads
 
     def operands(self, weight: Tensor, recipe: Precision) -> tuple[Any, SavedOperand]:
-        """Operand of fprop, and the saved operand of dgrad, which saves no tensor if the step has it."""
+        """Operand of fprop, and the saved operand of dgrad, which saves no tensor if the step or the model has it."""
+        if isinstance(weight, CodedWeight):
+            # A reference to codes is no reason to keep memory: they are the model's, and no policy's to free.
+            return _decoded(weight, recipe, "fprop"), SavedOperand((), lambda _: _decoded(weight, recipe, "dgrad"))
         operands = None if self._shared is None else self._shared.operands
         if operands is not None:
             return operands.of(recipe, "fprop"), SavedOperand((), lambda _: operands.of(recipe, "dgrad"))
@@ -119,6 +124,11 @@ class Accumulator(Protocol):
     @property
     def shape(self) -> torch.Size:
         """The shape of the weight."""
+
+
+def _decoded(weight: CodedWeight, recipe: Precision, during: Pass) -> Any:
+    """Operand of a weight that is held as codes. Nothing else holds its values."""
+    return recipe.weight_operands(weight.values(), (during,))[during]()
 
 
 @final
@@ -203,7 +213,10 @@ class StepWeights:
         """Make operands of a parameter once, and add its gradients up in ``Parameter.grad``.
 
         Of a parameter that FSDP shards, only the codes that this rank sends are made once, if it is gathered as codes.
+        Of one that is held as codes, nothing is.
         """
+        if isinstance(parameter, CodedWeight):
+            return
         shard: Any = getattr(parameter, "_local_tensor", None)
         if shard is None:
             self._enter(parameter, SharedWeight(parameter, SharedOperands(parameter, self._passes)))

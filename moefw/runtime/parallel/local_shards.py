@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from moefw.core.contracts import Adapter, StackedAdapter
+from moefw.core.contracts import Adapter, Layout, StackedAdapter
+from moefw.core.records import Side
 from moefw.runtime.compute.primary_weights import Master
 
 if TYPE_CHECKING:
@@ -72,6 +73,12 @@ def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
     meta = spec.tensor_meta
     assert meta is not None
     return DTensor(values, replace(spec, tensor_meta=meta._replace(dtype=values.dtype)), requires_grad=False)
+
+
+def sharded_sides(layout: Layout) -> frozenset[Side]:
+    """Sides of a model whose parameters a layout shards."""
+    sides: tuple[Side, Side] = ("dense", "experts")
+    return frozenset(side for side in sides if len(layout.plan.copies(layout.rank, side)[0]) > 1)
 
 
 def may_be_codes(owner: nn.Module, parameter: nn.Parameter) -> bool:

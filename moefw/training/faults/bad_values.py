@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moefw.core.contracts import Layout
 from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
+from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.naming import by_parameter, state_tensors
 from moefw.runtime.parallel.local_shards import local, stored
 
@@ -67,7 +68,7 @@ def bad_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 def _bad_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[BadTensor]:
     parameters = list(enumerate(by_parameter(model)))
     for number, (parameter, pieces) in parameters:
-        for name, values in bad_pieces(parameter.detach(), pieces):
+        for name, values in bad_pieces(values_of(parameter.detach()), pieces):
             yield BadTensor((0, number), f"{name} holds {values}")
     for number, (name, tensor) in enumerate(state_tensors(model).items()):
         if values := bad_values(tensor):

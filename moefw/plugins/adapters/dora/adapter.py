@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from moefw.core.contracts import Precision
 from moefw.core.records import AdaptedWeight, Canonical, RowGroups
 from moefw.runtime.adapters import LowRank
+from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.parallel.local_shards import all_of
 
 
@@ -45,6 +46,7 @@ class DirectionAndMagnitude(LowRank):
 
         ``|w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b^T`` for each row w of W and b of B.
         """
+        weight = values_of(weight)
         a = self.a.float()
         b = b.float() * self.scale
         through_a = (weight @ a.to(weight.dtype).mT).float()  # (O, r)

@@ -1,0 +1,100 @@
+"""Formats in which folders store weights as codes and scales, and the values that these stand for.
+
+A format does not depend on the number of matrices in a stack: ``codes`` are ``(..., O, I / codes_per_element)``, and
+``scales`` ``(..., O / rows, I / columns)``, rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+ROWS_AT_A_TIME: Final = 128
+"""The rows that are decoded together, so that little is held in wider dtypes."""
+
+
+@frozen(kw_only=True)
+class CodeFormat:
+    """A format of codes. ``rows`` and ``columns``: the block of a matrix that shares a scale.
+
+    ``codes_per_element``: the number of codes, neighbours along a row, in an element of the tensor of codes.
+    ``decode`` returns values, bf16, of codes and scales.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    codes_per_element: int
+    code_dtype: torch.dtype
+    scale_dtype: torch.dtype
+    decode: Callable[[Tensor, Tensor], Tensor]
+
+    def shape_of_codes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the codes of a weight ``(..., O, I)``."""
+        *leading, out_dim, in_dim = shape
+        return *leading, out_dim, in_dim // self.codes_per_element
+
+    def shape_of_scales(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the scales of a weight ``(..., O, I)``. A last block may be smaller."""
+        *leading, out_dim, in_dim = shape
+        return *leading, -(-out_dim // self.rows), -(-in_dim // self.columns)
+
+
+def _decode_fp8(codes: Tensor, scales: Tensor) -> Tensor:
+    """``codes * scale``, rounded once."""
+    values = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    for block, start in enumerate(range(0, codes.shape[-2], FP8.rows)):
+        rows = codes[..., start : start + FP8.rows, :].float()
+        of_columns = scales[..., block : block + 1, :].repeat_interleave(FP8.columns, -1)[..., : rows.shape[-1]]
+        values[..., start : start + FP8.rows, :] = rows.mul_(of_columns)
+    return values
+
+
+def _decode_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """``code * 2^(scale - 127)``, exact in bf16."""
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+    values = torch.empty(shape, dtype=torch.bfloat16, device=codes.device)
+    for start in range(0, shape[-2], ROWS_AT_A_TIME):
+        pairs = codes[..., start : start + ROWS_AT_A_TIME, :]
+        exponents = scales[..., start : start + ROWS_AT_A_TIME, :].int() - 127
+        numbers = torch.stack([_e2m1(pairs & 15), _e2m1(pairs >> 4)], dim=-1)
+        blocks = numbers.view(*exponents.shape, MXFP4.columns)
+        values[..., start : start + ROWS_AT_A_TIME, :] = torch.ldexp(blocks, exponents.unsqueeze(-1)).flatten(-2)
+    return values
+
+
+def _e2m1(codes: Tensor) -> Tensor:
+    """Numbers of codes 0 to 15, fp32: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same below zero.
+
+    Computed, not looked up: a table would be copied to the device, which no CUDA graph can hold.
+    """
+    steps = (codes & 7).float()
+    # A step is 0.5 up to 2, then 1 up to 4, then 2.
+    magnitudes = 0.5 * steps + 0.5 * (steps - 4).clamp_min_(0) + (steps - 6).clamp_min_(0)
+    return torch.where(codes > 7, -magnitudes, magnitudes)
+
+
+FP8: Final = CodeFormat(
+    name="FP8",
+    rows=128,
+    columns=128,
+    codes_per_element=1,
+    code_dtype=torch.float8_e4m3fn,
+    scale_dtype=torch.float32,
+    decode=_decode_fp8,
+)
+"""E4M3, a scale for 128 by 128 values (DeepSeek-V3, arXiv 2412.19437 section 3.3)."""
+MXFP4: Final = CodeFormat(
+    name="MXFP4",
+    rows=1,
+    columns=32,
+    codes_per_element=2,
+    code_dtype=torch.uint8,
+    scale_dtype=torch.uint8,
+    decode=_decode_mxfp4,
+)
+"""E2M1, a scale for 32 values of a row, an exponent plus 127 (OCP MX 1.0). Two codes in a byte, the lower one first."""
