@@ -92,10 +92,19 @@ def _hash(data: Any) -> str:
 
 
 def _digest(assembly: Assembly, count: int) -> str:
-    """Hash of what a ledger depends on: spec, world, facts, versions, code of the parts and of moefw."""
+    """Hash of what a ledger depends on: spec, world, facts, versions, frozen weights, code of the parts and moefw."""
     facts = [[number, sorted(layer.facts.items())] for number, layer in assembly.layers.items()]
     versions = [importlib.metadata.version("torch"), sys.version]
-    return _hash([assembly.digest(), count, assembly.site.ranks_per_node, repr(facts), versions, [*_sources(assembly)]])
+    files = [*_sources(assembly), *_weights(assembly)]
+    return _hash([assembly.digest(), count, assembly.site.ranks_per_node, repr(facts), versions, files])
+
+
+def _weights(assembly: Assembly) -> Iterator[Any]:
+    """Yield path, size and time of every file that says as what frozen weights are held."""
+    if assembly.frozen:
+        for path in sorted(Path(assembly.spec.train.weights or "").glob("*.safetensors")):
+            state = path.stat()
+            yield str(path.absolute()), state.st_size, state.st_mtime_ns
 
 
 def _sources(assembly: Assembly) -> Iterator[Any]:

@@ -200,6 +200,16 @@ def test_a_plan_counts_the_bytes_of_codes_and_is_what_is_measured(folders: Path,
     assert plan.peak_bytes == pytest.approx(measured.peak, rel=0.01)
 
 
+def test_a_cached_plan_is_of_the_folder_that_is_there(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "gpt_oss", tmp_path / "in")
+    assembly = resolved(json.dumps(tree(tmp_path / "in", "as_stored")))
+    coded = ledger(assembly, cache=tmp_path / "cache")
+    assert ledger(assembly, cache=tmp_path / "cache") == coded
+    moefw.save_pretrained(moefw.from_pretrained(tmp_path / "in"), tmp_path / "decoded")
+    shutil.copy(tmp_path / "decoded" / "model.safetensors", tmp_path / "in")
+    assert ledger(assembly, cache=tmp_path / "cache").held.parameters > coded.held.parameters
+
+
 # Layouts.
 
 
