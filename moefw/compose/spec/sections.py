@@ -30,12 +30,6 @@ class TrainSpec:
     dtype of its folder, and is not part of checkpoints, which name the folder instead. A frozen router keeps its
     biases, too.
     """
-    frozen_weights: Literal["decoded", "as_stored"] = "decoded"
-    """Form in which frozen weights are held: ``decoded``, in bf16 as a rule, or ``as_stored``.
-
-    With ``as_stored``, matrices that the folder has in FP8 or MXFP4 stay codes and scales, which products decode for
-    each use (QLoRA). Nothing that is computed changes.
-    """
     record_routes: bool = False
     """Whether each token's experts are written into ``routes`` in the run's folder."""
     replay_routes: str | None = None
@@ -63,6 +57,12 @@ class TrainSpec:
 
     Positions restart in each document, and no label crosses its end. false: a window of ``seq_len`` tokens is one
     document.
+    """
+    frozen_weights: Literal["decoded", "as_stored"] = "decoded"
+    """Form in which frozen weights are held: ``decoded``, in bf16 as a rule, or ``as_stored``.
+
+    With ``as_stored``, matrices that the folder has in FP8 or MXFP4 stay codes and scales, which products decode for
+    each use (QLoRA). Nothing that is computed changes.
     """
     lr: float = field(default=3e-3, validator=gt(0.0))
     """Learning rate, which ``schedule`` multiplies by its factor of the step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -135,7 +136,9 @@ def adapted_part(layer_case: LayerCase, key: str) -> AdaptedPart:
     """The ``attention`` or the ``gemm`` of a layer case, built on this rank."""
     context, assembly = open_context(layer_case)
     noted = Noted(assembly.parts.adapter)
-    module: Any = getattr(assembly.parts, key).build(evolve(context, adapters=noted))
+    module: Any = getattr(assembly.parts, key).build(
+        evolve(context, adapters=noted, calling=lambda part, method: nullcontext())
+    )
     initialise(module, seed=layer_case.seed, std=lambda _: STD)
     draw_adapters(module, seed=layer_case.seed)
     return AdaptedPart(module, noted.asked, int(assembly.layers[0].facts.get("row_alignment") or 1))
