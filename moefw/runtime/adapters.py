@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): beside a weight W, two halves A and B, ``y = x W^T + scale (x A^T) B^T``.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): beside a weight W, factors A and B, ``y = x W^T + scale (x A^T) B^T``.
 
-The halves are fp32 and train; B is zero at first. Where ranks split W, each has the part of one half that belongs to
-its part of W, and all of the other half. What it computes from that is a part of a sum, or of the outputs, and so is
-the gradient of the whole half, which is summed over these ranks as that of any parameter of which they hold copies
+The factors are fp32 and train; B is zero at first. Where ranks split W, each has the part of one factor that belongs to
+its part of W, and all of the other factor. What it computes from that is a part of a sum, or of the outputs, and so is
+the gradient of the whole factor, which is summed over these ranks as that of any parameter of which they hold copies
 (:mod:`moefw.runtime.parallel.holders`).
 """
 
@@ -227,7 +227,7 @@ def _of_experts(adapter: Adapter | StackedAdapter, prefix: str) -> Iterator[Merg
 def _of_expert(
     expert: int, a: nn.Parameter, b: nn.Parameter, weight: AdaptedWeight, at: tuple[int, ...] = ()
 ) -> Iterator[Canonical]:
-    """Yield the halves of an expert, ``a[at]`` and ``b[at]``: A, and B of each output that lies in the weight."""
+    """Yield the factors of an expert, ``a[at]`` and ``b[at]``: A, and B of each output that lies in the weight."""
     yield _canonical_a(f"{expert}.{weight.leaf}.{LORA_A}", a, weight, at)
     outputs: Mapping[str, slice] = weight.outputs or {weight.leaf: slice(None)}
     for name, rows in outputs.items():

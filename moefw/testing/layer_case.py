@@ -258,7 +258,7 @@ def _not_split(layout: Layout) -> TensorParallel:
 
 @torch.no_grad()
 def _draw_adapters(layer: nn.Module, layer_case: LayerCase) -> None:
-    """Give both halves of adapters random values: a half that is zero would hide what is wrong with the other."""
+    """Give both factors of adapters random values: one that is zero would hide what is wrong with the other."""
     for parameter, pieces in by_parameter(layer):
         if pieces[0].of_adapter:
             with all_of(parameter) as values:

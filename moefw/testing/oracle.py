@@ -54,7 +54,7 @@ def dense_moe(
 
     ``parameters`` holds ``router.weight`` (E, D) and perhaps ``router.bias`` (E),
     ``experts.{e}.{gate,up,down}_proj.weight``, perhaps with ``bias`` (F or D), and, if ``shared``,
-    ``shared_expert.{gate,up,down}_proj.weight``; and halves of adapters, see :func:`merged`, whose scale is
+    ``shared_expert.{gate,up,down}_proj.weight``; and factors of adapters, see :func:`merged`, whose scale is
     ``adapter_scale``. ``clamp``: see :func:`expert_output`.
     ``micro_batches``, ``sequences`` and ``ranks`` are the lengths of the consecutive pieces of ``x_TD`` that are routed
     together; ``bias_E``, ``beta_E`` and ``load_E`` are router state: see :func:`moefw.testing.choices.route`. Auxiliary

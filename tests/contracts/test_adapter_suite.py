@@ -20,7 +20,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (adapters.BeginsWithNoise, "a_new_adapter", "the product of attention.q_proj (20, 12)"),
     (adapters.ForgetsTheScaleInMerged, "products_are", "the output is not that of the merged weight"),
     (adapters.MergesTransposed, "products_are", "merged(W) fails with W (20, 12): RuntimeError"),
-    (adapters.LosesTheScaleOfAHalf, "products_are", "the gradient of lora_A is not that of the merged weight"),
+    (adapters.LosesTheScaleOfAFactor, "products_are", "the gradient of lora_A is not that of the merged weight"),
     (adapters.LosesTheGradientOfRows, "products_are", "the gradient of x is not that of the merged weight"),
     (adapters.ForgetsThatOutputsAreLeftOut, "products_are", "of whose outputs only slice(4, 10, None) are computed"),
     (adapters.ReturnsFp32, "products_are", "returns torch.float32"),
@@ -32,8 +32,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (adapters.DropsAndScalesNothingUp, "what_training_drops", "is not the product of evaluation"),
     (adapters.DropsInForwardAlone, "what_training_drops", "Does backward drop what forward dropped?"),
     (adapters.MakesTheMergedWeight, "nothing_of_the_size", "makes a tensor of 4,096 values beside a weight of 4,096"),
-    (adapters.NamesAHalfTwice, "canonical_names", "yields lora_A twice"),
-    (adapters.NamesAHalfAsTheOther, "canonical_names", "does not name every value of a, b once"),
+    (adapters.NamesAFactorTwice, "canonical_names", "yields lora_A twice"),
+    (adapters.NamesAFactorAsTheOther, "canonical_names", "does not name every value of a, b once"),
     (adapters.NamesOneExpertAsAnother, "canonical_names", "are called layers.1.moe.experts.2.down_proj.lora_A"),
     (adapters.NamesWeightsOfAFolder, "canonical_names", "without an adapter_std"),
     (adapters.ForgetsItsWeight, "canonical_names", "Adapter.weight is not the AdaptedWeight that build() was given"),
@@ -46,7 +46,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (adapters.NamesStacksOtherwise, "a_stack_is", "differ in the names"),
     (adapters.KeepsRows, "it_keeps_nothing", "writes last in forward or backward"),
     (adapters.AddsIntoTheProduct, "it_keeps_nothing", "writes into the product"),
-    (adapters.FreezesAHalf, "it_trains", "lora_A does not train"),
+    (adapters.FreezesAFactor, "it_trains", "lora_A does not train"),
     (adapters.AddsTheWholeOnEachRank, "a_layout_changes", "under tp 2 and etp 2, step 0 has gradients of the norms"),
 ]
 """The class, the check, and a part of its message."""

@@ -67,12 +67,12 @@ class PlainAdapter(nn.Module, Adapter):
 
     def canonical(self) -> Iterator[Canonical]:
         if self.weight.experts is None:
-            yield from self.halves("", "", (), {"": slice(None)})
+            yield from self.factors("", "", (), {"": slice(None)})
             return
         (expert,) = self.weight.experts
-        yield from self.halves(f"{expert}.", f"{self.weight.leaf}.", (), outputs(self.weight))
+        yield from self.factors(f"{expert}.", f"{self.weight.leaf}.", (), outputs(self.weight))
 
-    def halves(self, expert: str, leaf: str, at: tuple[Any, ...], rows: Any) -> Iterator[Canonical]:
+    def factors(self, expert: str, leaf: str, at: tuple[Any, ...], rows: Any) -> Iterator[Canonical]:
         shards = [self.weight.shard if self.weight.shard and self.weight.shard.dim == dim else None for dim in (0, 1)]
         yield Canonical(f"{expert}{leaf}lora_A", self.a, at, shards[1], adapter_std=0.2)
         for output, piece in rows.items():
@@ -100,9 +100,9 @@ class Stack(nn.Module, StackedAdapter):
         return self.weight.experts.index(expert)
 
     def canonical(self) -> Iterator[Canonical]:
-        halves: Any = PlainAdapter.halves
+        factors: Any = PlainAdapter.factors
         for local, expert in enumerate(self.weight.experts or ()):
-            yield from halves(self, f"{expert}.", f"{self.weight.leaf}.", (local,), outputs(self.weight))
+            yield from factors(self, f"{expert}.", f"{self.weight.leaf}.", (local,), outputs(self.weight))
 
 
 def outputs(weight: AdaptedWeight) -> Any:
@@ -166,7 +166,7 @@ class MergesTransposed(PlainAdapter):
         return weight + SCALE * (self.b @ self.a).T
 
 
-class LosesTheScaleOfAHalf(PlainAdapter):
+class LosesTheScaleOfAFactor(PlainAdapter):
     """The gradient of A is too large; products are right."""
 
     def into(self) -> Tensor:
@@ -251,13 +251,13 @@ class MakesTheMergedWeight(PlainAdapter):
         return out + linear(x, delta_OI[self.weight.computed or slice(None)], self.precision)
 
 
-class NamesAHalfTwice(PlainAdapter):
+class NamesAFactorTwice(PlainAdapter):
     def canonical(self) -> Iterator[Canonical]:
         pieces = [*super().canonical()]
         yield from (*pieces, pieces[0])
 
 
-class NamesAHalfAsTheOther(PlainAdapter):
+class NamesAFactorAsTheOther(PlainAdapter):
     def canonical(self) -> Iterator[Canonical]:
         first, *others = super().canonical()
         yield from (first, *(evolve(piece, parameter=first.parameter, index=()) for piece in others))
@@ -281,7 +281,7 @@ class ForgetsItsWeight(PlainAdapter):
 
 
 class ClaimsAShard(PlainAdapter):
-    """Of both halves, of which ranks have one whole."""
+    """Of both factors, of which ranks have one whole."""
 
     def canonical(self) -> Iterator[Canonical]:
         yield from (evolve(piece, shard=self.weight.shard) for piece in super().canonical())
@@ -348,7 +348,7 @@ class AddsIntoTheProduct(PlainAdapter):
         return out.add_(super().forward(x, torch.zeros_like(out), weight, rows))
 
 
-class FreezesAHalf(PlainAdapter):
+class FreezesAFactor(PlainAdapter):
     def __init__(self, context: moefw.BuildContext, weight: AdaptedWeight) -> None:
         super().__init__(context, weight)
         self.a.requires_grad_(False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
-from test_freeze import base, losses, tensors
+from test_freeze import assert_evaluated_resumed_and_read, base, losses, tensors
 
 import copies
 from command_here import complaint, moefw_says
@@ -41,20 +41,15 @@ def test_a_run_trains_adapters_alone_and_saves_nothing_else(spec: Path, tmp_path
     assert "parameters train" in told
     saved = load_file(tmp_path / "run" / "checkpoints" / "step-4" / "rank-00000.safetensors")
     assert {name.rpartition(".")[2] for name in saved if name.startswith("model/")} == {"lora_A", "lora_B"}
-    halves = saved["model/layers.0.moe.experts.0.gate_up_proj.lora_A"], saved["model/layers.0.attention.q_proj.lora_B"]
-    assert all(half.dtype is torch.float32 and half.abs().sum() > 0 for half in halves)
+    factors = saved["model/layers.0.moe.experts.0.gate_up_proj.lora_A"], saved["model/layers.0.attention.q_proj.lora_B"]
+    assert all(factor.dtype is torch.float32 and factor.abs().sum() > 0 for factor in factors)
 
 
 def test_a_resumed_run_and_an_evaluation_have_the_adapters(spec: Path, tmp_path: Path) -> None:
     moefw_says("train", spec)
     whole = losses(tmp_path / "run")
     assert whole[-1] < whole[0]
-    evaluated = json.loads(moefw_says("eval", tmp_path / "run", "--json"))
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert evaluated["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
-    moefw_says("train", spec, "--resume=2", "gemm.use=loop")
-    assert losses(tmp_path / "run") == pytest.approx(whole, rel=1e-5)
-    assert len(moefw_says("generate", tmp_path / "run", "--prompt", "a", "--tokens", "3")) > 1
+    assert_evaluated_resumed_and_read(spec, tmp_path / "run")
 
 
 def test_a_run_resumes_in_another_layout(spec: Path, tmp_path: Path) -> None:
@@ -87,7 +82,7 @@ def test_with_other_targets_experts_stay_as_they_are(spec: Path, tmp_path: Path)
     moefw_says("train", spec, "adapter.targets=[attention.q_proj]")
     saved = load_file(tmp_path / "run" / "checkpoints" / "step-4" / "rank-00000.safetensors")
     trained = {name for name in saved if name.startswith("model/")}
-    assert trained == {f"model/layers.{n}.attention.q_proj.lora_{half}" for n in range(1) for half in "AB"}
+    assert trained == {f"model/layers.{n}.attention.q_proj.lora_{factor}" for n in range(1) for factor in "AB"}
     told = complaint("train", spec, "adapter.targets=[attention.q_porj]")
     assert "adapter.targets: lora needs an adapter of attention.q_porj" in told
     assert "Did you mean 'attention.q_proj'?" in told

@@ -1,6 +1,6 @@
 """Adapters train beside frozen weights, and have the gradients of a model into which they are merged.
 
-What other systems got silently wrong stands in the names of the tests: halves of adapters that ranks of etp, edp or tp do
+What other systems got silently wrong stands in the names of the tests: factors of adapters that ranks of etp, edp or tp do
 not sum, gate and up in another order, experts that stay as they are while the log says that adapters are on.
 """
 
@@ -42,7 +42,7 @@ def tree(adapter: Mapping[str, Any] | None, **parts: Any) -> dict[str, Any]:
 
 
 def opened(adapter: Mapping[str, Any] | None, **parts: Any) -> tuple[nn.Module, Engine]:
-    """A model whose weights bf16 holds, and its engine. Both halves of adapters are random."""
+    """A model whose weights bf16 holds, and its engine. Both factors of adapters are random."""
     assembly = resolved(json.dumps(tree(adapter, **parts)))
     layout = open_layout(assembly, "cpu")
     device = torch.device("cpu")
@@ -60,7 +60,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {piece.name: piece.of(piece.parameter.detach()).float().clone() for piece in canonical_parameters(model)}
 
 
-def halves_of(name: str, named: Mapping[str, Tensor]) -> tuple[str, str] | None:
+def factors_of(name: str, named: Mapping[str, Tensor]) -> tuple[str, str] | None:
     """Names of A and B of a weight; None: it has none."""
     stem = name.removesuffix(".weight")
     shared = re.sub(r"(experts\.\d+)\.(gate|up)_proj", r"\1.gate_up_proj", stem)
@@ -73,20 +73,20 @@ def merge_into(plain: nn.Module, adapted: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for piece in canonical_parameters(plain):
             merged = adapted[piece.name].clone()
-            halves = halves_of(piece.name, adapted)
-            if halves is not None:
-                a, b = halves
+            factors = factors_of(piece.name, adapted)
+            if factors is not None:
+                a, b = factors
                 merged += SCALE * adapted[b] @ adapted[a]
             piece.of(piece.parameter).copy_(merged)
 
 
-def gradients_of_halves(of_weights: Mapping[str, Tensor], adapted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gradients_of_factors(of_weights: Mapping[str, Tensor], adapted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gradients of adapters, given those of the merged weights: dA = s B^T dW, dB = s dW A^T."""
     found: dict[str, Tensor] = {}
     for name, grad in of_weights.items():
-        halves = halves_of(name, adapted)
-        if halves is not None:
-            a, b = halves
+        factors = factors_of(name, adapted)
+        if factors is not None:
+            a, b = factors
             found[a] = found.get(a, 0.0) + SCALE * adapted[b].T @ grad
             found[b] = SCALE * grad @ adapted[a].T
     return found
@@ -98,7 +98,7 @@ def assert_gradients_are_those_of_the_merged_model(rtol: float, **parts: Any) ->
     adapted = values_of(model)
     merge_into(plain, adapted)
     found = gradients(model, engine)
-    wanted = gradients_of_halves(gradients(plain, plain_engine), adapted)
+    wanted = gradients_of_factors(gradients(plain, plain_engine), adapted)
     assert found.keys() == wanted.keys() == {name for name in adapted if ".lora_" in name}
     for name, grad in wanted.items():
         error = (found[name] - grad).abs().max() / grad.abs().max()
@@ -150,7 +150,7 @@ def assert_alike(runs: list[Run], alone: Run) -> None:
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "tp 2 and etp 2", "FSDP", "pp 2, weight gradients apart"))
 @pytest.mark.parametrize("gemm", ["grouped", *deep("loop")])
 def test_a_layout_changes_nothing(pool: RankPool, layout: str, gemm: str) -> None:
-    """Bridge#5231 and #5376: halves that are not summed over the ranks that have other rows or other outputs."""
+    """Bridge#5231 and #5376: factors that are not summed over the ranks that have other rows or other outputs."""
     parts = LAYOUTS[layout]
     (alone,) = pool.run(short_run, 1, tree(LORA, gemm={"use": gemm}), 3)
     runs = pool.run(short_run, 2, tree(LORA, gemm={"use": gemm}, **parts), 3)
@@ -217,7 +217,7 @@ DENSE: dict[str, dict[str, Any]] = {
 
 
 def begun(model: nn.Module) -> None:
-    """Give random values to both halves, and to magnitudes near those that they begin with."""
+    """Give random values to both factors, and to magnitudes near those that they begin with."""
     begin_adapters(model)
     with torch.no_grad():
         for piece in canonical_parameters(model):

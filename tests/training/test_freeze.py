@@ -261,15 +261,20 @@ def test_a_run_says_what_trains_and_its_checkpoints_leave_frozen_weights_out(spe
     assert [name for name, _ in manifest["origin"]["base"]["files"]] == ["config.json", "model.safetensors"]
 
 
-def test_a_resumed_run_and_an_evaluation_read_frozen_weights_from_the_folder(spec: Path, tmp_path: Path) -> None:
-    moefw_says("train", spec)
-    whole = losses(tmp_path / "run")
-    evaluated = json.loads(moefw_says("eval", tmp_path / "run", "--json"))
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+def assert_evaluated_resumed_and_read(spec: Path, run: Path) -> None:
+    """Commands that open a finished run have its model; resumed at step 2 with another GEMM, it has the same losses."""
+    whole = losses(run)
+    evaluated = json.loads(moefw_says("eval", run, "--json"))
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert evaluated["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     moefw_says("train", spec, "--resume=2", "gemm.use=loop")
-    assert losses(tmp_path / "run") == pytest.approx(whole, rel=1e-5)
-    assert len(moefw_says("generate", tmp_path / "run", "--prompt", "a", "--tokens", "3")) > 1
+    assert losses(run) == pytest.approx(whole, rel=1e-5)
+    assert len(moefw_says("generate", run, "--prompt", "a", "--tokens", "3")) > 1
+
+
+def test_a_resumed_run_and_an_evaluation_read_frozen_weights_from_the_folder(spec: Path, tmp_path: Path) -> None:
+    moefw_says("train", spec)
+    assert_evaluated_resumed_and_read(spec, tmp_path / "run")
 
 
 def test_an_export_has_the_folders_own_bits_of_what_was_frozen(spec: Path, tmp_path: Path) -> None:

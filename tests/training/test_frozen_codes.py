@@ -63,7 +63,7 @@ def tree(folder: Path, form: str, **parts: Any) -> dict[str, Any]:
 
 
 def opened(folder: Path, form: str, world: int = 1, **parts: Any) -> tuple[nn.Module, Engine]:
-    """A model of a folder whose adapters have random halves, and its engine."""
+    """A model of a folder whose adapters have random factors, and its engine."""
     assembly = resolved(json.dumps(tree(folder, form, **parts)), world=world)
     layout = open_layout(assembly, "cpu")
     device = torch.device("cpu")

@@ -18,7 +18,7 @@ from moefw.models.huggingface.adapter_config import AdapterConfig
 
 @frozen(kw_only=True)
 class LowRankOptions(AdapterPlugin):
-    """Adapters that multiply with two halves of a low rank, A ``(rank, inputs)`` and B ``(outputs, rank)``."""
+    """Adapters that multiply with two factors of a low rank, A ``(rank, inputs)`` and B ``(outputs, rank)``."""
 
     left_out: ClassVar[Mapping[str, str]] = {
         "bias": "biases are weights like others: leave them out of train.freeze.",

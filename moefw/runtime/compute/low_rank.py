@@ -33,24 +33,27 @@ class LowRankUse:
         self._b = WeightUse(b_eOr)
 
     def product(
-        self, x_RI: Tensor, rows: RowGroups, a_erI: Tensor, b_eOr: Tensor
+        self, x_RI: Tensor, rows: RowGroups, a_erI: Tensor, b_eOr: Tensor, *, saves_x: bool
     ) -> tuple[Tensor, Sequence[SavedOperand]]:
-        """``scale (x A^T) B^T`` (R, O) in the dtype of ``x``, and the saved operands of A, of B and of the low rows."""
+        """``scale (x A^T) B^T`` (R, O) in the dtype of ``x``, and the saved operands of x, A, B and the low rows.
+
+        ``saves_x``: whether x is saved for the gradient of A. If not, backward computes it again.
+        """
         precision = self._precision
         assert rows.ends_e is not None, "a stack multiplies groups of rows"
         a, kept_a = self._a.operands(a_erI, precision)
         b, kept_b = self._b.operands(b_eOr, precision)
-        x = precision.quantize(x_RI, role="input", during="fprop", rows=rows)
+        x, kept_x = input_operands(x_RI, precision, rows, trains=saves_x)
         low_Rr = in_dtype(grouped_mm(x, a.mT, rows.ends_e), x_RI.dtype) * self._scale
         low, kept_low = input_operands(low_Rr, precision, rows, trains=True)
-        return in_dtype(grouped_mm(low, b.mT, rows.ends_e), x_RI.dtype), (kept_a, kept_b, kept_low)
+        return in_dtype(grouped_mm(low, b.mT, rows.ends_e), x_RI.dtype), (kept_x, kept_a, kept_b, kept_low)
 
     def input_gradient(
         self, grad_RO: Tensor, saved: Sequence[Any], rows: RowGroups
     ) -> tuple[Tensor, Callable[..., tuple[Tensor | None, Tensor | None]]]:
-        """Gradient of ``x``, and a function that returns those of A and B for autograd, as :meth:`_half_gradients`.
+        """Gradient of ``x``, and a function that returns those of A and B for autograd, as :meth:`_factor_gradients`.
 
-        ``saved``: the operands that :meth:`product` saved.
+        ``saved``: the operands of A, B and the low rows that :meth:`product` saved.
         """
         a, b, low = saved
         ends_e = rows.ends_e
@@ -59,9 +62,9 @@ class LowRankUse:
         grad_low_Rr = in_dtype(grouped_mm(grad, b, ends_e), grad_RO.dtype) * self._scale
         grad_low, grad_low_of_wgrad = grad_operands(grad_low_Rr, self._precision, rows, trains=True)
         grad_x_RI = in_dtype(grouped_mm(grad_low, a, ends_e), grad_RO.dtype)
-        return grad_x_RI, partial(self._half_gradients, low, grad_of_wgrad, grad_low_of_wgrad, ends_e)
+        return grad_x_RI, partial(self._factor_gradients, low, grad_of_wgrad, grad_low_of_wgrad, ends_e)
 
-    def _half_gradients(
+    def _factor_gradients(
         self,
         low: Any,
         grad_of_wgrad: Callable[[], Any],
@@ -79,10 +82,6 @@ class LowRankUse:
         grad_a = self._a.gradient(ctx, places[0], lambda: (grad_low_of_wgrad(), x_of_wgrad()), ends_e)
         grad_b = self._b.gradient(ctx, places[1], lambda: (grad_of_wgrad(), low), ends_e)
         return grad_a, grad_b
-
-    def x_operand(self, x_RI: Tensor, rows: RowGroups) -> SavedOperand:
-        """Saved operand of ``x`` for the gradient of A."""
-        return input_operands(x_RI, self._precision, rows, trains=True)[1]
 
     def x_of_wgrad(self, x_RI: Tensor, rows: RowGroups) -> Any:
         """Operand of an ``x`` that was computed again, for the gradient of A."""

@@ -6,7 +6,7 @@ tensor                                     copies over         split over
 dense parameter                            dp, cp, tp          nothing
 dense parameter that tp splits             dp, cp              tp
 parameter of routed experts                edp                 ep (expert by expert), and etp where it splits them
-half of an adapter of them, not split      edp, etp            ep (expert by expert)
+factor of an adapter of them, not split    edp, etp            ep (expert by expert)
 state of a dense module                    dp, cp, tp          nothing
 state of routed experts                    edp, etp            ep
 =========================================  ==================  ===================================================
@@ -60,7 +60,7 @@ class Holding:
         """Axes whose ranks hold copies, or shards of copies, with different tokens.
 
         tp holds copies of dense parameters that it does not split: each rank applies them to its part of the tokens, or
-        to its part of the outputs. So does etp, where it splits experts, with the other half of an adapter.
+        to its part of the outputs. So does etp, where it splits experts, with the other factor of an adapter.
         """
         if self.side == "experts":
             return COPIES["experts"] if self.split_axis else STATE_HOLDERS["experts"]

@@ -84,7 +84,7 @@ def sharded_sides(layout: Layout) -> frozenset[Side]:
 def may_be_codes(owner: nn.Module, parameter: nn.Parameter) -> bool:
     """Whether a parameter may be gathered as codes of a recipe: a matrix that trains, and not one of an adapter.
 
-    Vectors stay as they are, and so do frozen matrices, which have no master. Halves of adapters are small.
+    Vectors stay as they are, and so do frozen matrices, which have no master. Factors of adapters are small.
     """
     return parameter.ndim > 1 and parameter.requires_grad and not isinstance(owner, Adapter | StackedAdapter)
 

@@ -77,7 +77,7 @@ class GroupedExperts(nn.Module, ExpertGemm):
     def _project_in(self, x_RD: Tensor, ends_e: Tensor, keys_R: Tensor | None, sizes: Sizes) -> Tensor:
         """Pre-activation ``(R, 2F)``: gate, then up."""
         h_RH: Tensor = _In.apply(  # type: ignore[no-untyped-call]
-            self.gate_up, *_halves(self.gate_up_adapter), self.into, x_RD, ends_e, keys_R, sizes
+            self.gate_up, *_factors(self.gate_up_adapter), self.into, x_RD, ends_e, keys_R, sizes
         )
         return h_RH if self.gate_up_bias is None else add_group_bias(h_RH, self.gate_up_bias, ends_e)
 
@@ -86,7 +86,7 @@ class GroupedExperts(nn.Module, ExpertGemm):
     ) -> Tensor:
         """Weighted results ``(R, D)`` of the experts; with etp > 1, this rank's part of their sum."""
         rows_RD: Tensor = _Out.apply(  # type: ignore[no-untyped-call]
-            self.down, *_halves(self.down_adapter), self.out_of, self.clamp, h_RH, weights_R, ends_e, keys_R, sizes
+            self.down, *_factors(self.down_adapter), self.out_of, self.clamp, h_RH, weights_R, ends_e, keys_R, sizes
         )
         if self.down_bias is None:
             return rows_RD
@@ -110,11 +110,11 @@ class GroupedExperts(nn.Module, ExpertGemm):
 
 
 WEIGHT, A, B = 0, 1, 2
-"""The first tensors that both Functions are given: a weight and the halves of its adapter."""
+"""The first tensors that both Functions are given: a weight and the factors of its adapter."""
 
 
-def _halves(adapter: StackedAdapter | None) -> tuple[Tensor | None, Tensor | None, StackedAdapter | None]:
-    """Halves of an adapter, as tensors that autograd sees, and the adapter."""
+def _factors(adapter: StackedAdapter | None) -> tuple[Tensor | None, Tensor | None, StackedAdapter | None]:
+    """Factors of an adapter, as tensors that autograd sees, and the adapter."""
     return (None, None, None) if adapter is None else (adapter.a, adapter.b, adapter)
 
 
@@ -145,9 +145,9 @@ class _In(torch.autograd.Function):
             assert a is not None
             assert b is not None
             ctx.low_rank = LowRankUse(adapter, a, b)
-            delta_RH, kept_halves = ctx.low_rank.product(x_RD, rows, a, b)
+            delta_RH, kept_of_adapter = ctx.low_rank.product(x_RD, rows, a, b, saves_x=True)
             h_RH += delta_RH
-            kept += [ctx.low_rank.x_operand(x_RD, rows), *kept_halves]
+            kept += kept_of_adapter
         _save(ctx, recipe=recipe, tensors=(ends_e, keys_R), sizes=sizes, operands=kept, dtype=x_RD.dtype)
         return h_RH
 
@@ -161,10 +161,10 @@ class _In(torch.autograd.Function):
         grad_w13 = ctx.weight.gradient(ctx, WEIGHT, lambda: (grad_of_wgrad(), x), ends_e)
         grad_a = grad_b = None
         if ctx.low_rank is not None:
-            x_of_a, *halves = of_adapter
-            through_adapter, gradients_of_halves = ctx.low_rank.input_gradient(grad_RH, halves, rows)
+            x_of_a, *factors = of_adapter
+            through_adapter, gradients_of_factors = ctx.low_rank.input_gradient(grad_RH, factors, rows)
             grad_x += through_adapter
-            grad_a, grad_b = gradients_of_halves(ctx, (A, B), lambda: x_of_a)
+            grad_a, grad_b = gradients_of_factors(ctx, (A, B), lambda: x_of_a)
         return grad_w13, grad_a, grad_b, None, None, grad_x, None, None, None
 
 
@@ -204,9 +204,9 @@ class _Out(torch.autograd.Function):
             assert b is not None
             assert act_RF is not None
             ctx.low_rank = LowRankUse(adapter, a, b)
-            delta_RD, kept_halves = ctx.low_rank.product(act_RF, rows, a, b)
+            delta_RD, kept_of_adapter = ctx.low_rank.product(act_RF, rows, a, b, saves_x=False)
             y_RD += delta_RD
-            kept += kept_halves
+            kept += kept_of_adapter
         _save(
             ctx,
             recipe=recipe,
@@ -220,15 +220,16 @@ class _Out(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        (weights_R, ends_e, keys_R), (h_RH, w2, *halves) = _saved(ctx, 3)
+        (weights_R, ends_e, keys_R), (h_RH, w2, *of_adapter) = _saved(ctx, 3)
         recipe = ctx.recipe
         rows = RowGroups(ends_e, keys_R, ctx.sizes)
         grad_RD = grad_RD.contiguous()
         grad, grad_of_wgrad = grad_operands(grad_RD, recipe, rows, trains=ctx.needs_input_grad[WEIGHT])
         grad_act = in_dtype(grouped_mm(grad, w2, ends_e), ctx.dtype)
-        gradients_of_halves = None
+        gradients_of_factors = None
         if ctx.low_rank is not None:
-            through_adapter, gradients_of_halves = ctx.low_rank.input_gradient(grad_RD, halves, rows)
+            _, *factors = of_adapter
+            through_adapter, gradients_of_factors = ctx.low_rank.input_gradient(grad_RD, factors, rows)
             grad_act += through_adapter
         # The activation is computed again from H, for the weight gradients.
         grad_h, grad_weights, act_RF = weighted_swiglu_backward(grad_act, h_RH, weights_R, ctx.clamp)
@@ -238,9 +239,9 @@ class _Out(torch.autograd.Function):
 
         grad_w2 = ctx.weight.gradient(ctx, WEIGHT, wgrad, ends_e)
         grad_a = grad_b = None
-        if gradients_of_halves is not None:
+        if gradients_of_factors is not None:
             low_rank = ctx.low_rank
-            grad_a, grad_b = gradients_of_halves(ctx, (A, B), lambda: low_rank.x_of_wgrad(act_RF, rows))
+            grad_a, grad_b = gradients_of_factors(ctx, (A, B), lambda: low_rank.x_of_wgrad(act_RF, rows))
         return grad_w2, grad_a, grad_b, None, None, None, grad_h, grad_weights, None, None, None
 
 
