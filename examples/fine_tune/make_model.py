@@ -1,4 +1,7 @@
-"""Makes a tiny Qwen3-MoE with ``transformers``, as a stand-in for a folder of the hub: ``make_model.py FOLDER``."""
+"""Makes a tiny Qwen3-MoE or gpt-oss with ``transformers``, as a stand-in for a folder of the hub.
+
+``make_model.py FOLDER [qwen3_moe | gpt_oss]``
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sysconfig
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 VOCABULARY = 1024
 END = "<|endoftext|>"
@@ -26,24 +29,30 @@ TEMPLATE = """\
 """ChatML. What stands between the marks of ``generation`` is an answer, which trains."""
 
 
-def main(folder: pathlib.Path) -> None:
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def config_of(family: str) -> PretrainedConfig:
+    """Configuration of a model with eight experts a layer."""
+    if family == "gpt_oss":
+        return GptOssConfig(**SIZES, num_local_experts=8, intermediate_size=64)
+    return Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=64, norm_topk_prob=True)
+
+
+def main(folder: pathlib.Path, family: str = "qwen3_moe") -> None:
     """Write the model, with random weights, a tokenizer of the standard library's sources, and a chat template."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_of(family)).save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,4 +70,4 @@ def main(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])

@@ -33,7 +33,11 @@ def import_(folder: str, run: str) -> int:
 @convert.command()
 @click.argument("run", type=click.Path())
 @click.argument("folder", type=click.Path())
-@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp32", "fp8", "mxfp4"]),
+    help="How the folder holds weights: by default bf16. In fp8 and mxfp4, what has not trained is copied.",
+)
 @click.option(
     "--adapter",
     type=click.Choice(["merge", "peft", "vllm"]),
@@ -42,11 +46,12 @@ def import_(folder: str, run: str) -> int:
     help="Adapters of the run: merged into the weights, or alone (in fp32), in the files of PEFT or those of vLLM.",
 )
 @click.option("--step", type=click.IntRange(min=0), help="The checkpoint of a step; by default the last.")
-def export(run: str, folder: str, dtype: str, adapter: Any, step: int | None) -> int:
+def export(run: str, folder: str, dtype: Any, adapter: Any, step: int | None) -> int:
     """Write a checkpoint of RUN (a run's folder) into FOLDER, which transformers loads, or peft its adapter."""
+    if dtype is not None and adapter != "merge":
+        raise click.UsageError("Adapters alone are in fp32: leave --dtype out, or merge them.")
     assembly = specs.read_run(run, ())
-    import torch
-
+    from moefw.training.exporting import Form
     from moefw.training.exporting import export as write
     from moefw.training.resume import candidates
 
@@ -61,9 +66,11 @@ def export(run: str, folder: str, dtype: str, adapter: Any, step: int | None) ->
                 f"left out, as transformers builds no layers that predict further tokens: {len(left_out)} tensors"
             )
         return 0
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    family = write(assembly, checkpoint, Path(folder), dtypes[dtype])
-    click.echo(f"{folder} holds the model of step {number}: {family}, {dtype}")
+    form: Form = dtype or "bf16"
+    written = write(assembly, checkpoint, Path(folder), form)
+    click.echo(f"{folder} holds the model of step {number}: {written.family}, {form}")
+    for line in written.told:
+        click.echo(line)
     return 0
 
 

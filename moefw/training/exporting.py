@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from moefw.compose.assembly import Assembly
@@ -18,51 +19,67 @@ from moefw.compose.spec.source import Marks
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError, MoefwError, Problem
 from moefw.models.huggingface.beside import CHAT, hand_on
-from moefw.models.huggingface.config import read_config
-from moefw.models.huggingface.families import FAMILIES, family_of
-from moefw.models.huggingface.folder import Folder
-from moefw.models.huggingface.loading import placed, wanted
+from moefw.models.huggingface.codings import CODINGS, Coding
+from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.folder import Description
 from moefw.models.huggingface.origins import Origin, origin_of
-from moefw.models.huggingface.writing import Description, Written, lay_out
+from moefw.models.huggingface.writing import Written, lay_out
 from moefw.models.huggingface.written import configurations, dense_layers
 from moefw.plugins.data.source import tokenizer_beside
-from moefw.runtime.adapters import MergeableWeight, mergeable_weights
 from moefw.runtime.attention.rope_options import OWN
 from moefw.runtime.finite import all_finite
-from moefw.runtime.naming import canonical_parameters
 from moefw.system.folders import new_folder, temporary_folder
 from moefw.training.checkpoint.base import base_of, require_same_base
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Damage, Manifest, read_manifest
 from moefw.training.checkpoint.shards import opened
-from moefw.training.new_run import on_meta
+from moefw.training.exporting_base import Base
+from moefw.training.exporting_codes import CodedTensors
 
 Tree = Mapping[str, Any]
+Form = Literal["bf16", "fp32", "fp8", "mxfp4"]
+"""How a folder holds weights: as values of a dtype, or some of them as codes and the others in bf16."""
 OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coeff", "mtp_layers", "num_dense_layers")
 """Options of a model that do not change what it computes, or that are compared in another form."""
 
 
-def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtype) -> str:
-    """Write ``target``, a folder that ``transformers`` loads, and return its family. States stay fp32.
+@frozen
+class Exported:
+    """What has been written: the family of the model, and lines that say what became of weights that are codes."""
 
-    At most one tensor is held at a time. Frozen weights come from the folder of the run's base. Raises CheckpointError
-    if the checkpoint is damaged or not finite, if its base is another one, if no family of Hugging Face computes what
-    the model does, or if the folder holds something. It appears whole or not at all.
+    family: str
+    told: tuple[str, ...]
+
+
+def export(assembly: Assembly, checkpoint: Path, target: Path, form: Form) -> Exported:
+    """Write ``target``, a folder that ``transformers`` loads. States stay fp32.
+
+    At most one tensor is held at a time. Frozen weights come from the folder of the run's base; where it has the codes
+    that are asked for, these are copied. Raises CheckpointError if the checkpoint is damaged or not finite, if its base
+    is another one, if no family of Hugging Face computes what the model does, if the family or a weight does not fit
+    the format, or if the folder holds something. It appears whole or not at all.
     """
     config = config_of(assembly.resolved())
     family: str = config["model_type"]
+    coding = _coding(form, family)
     with way_out(checkpoint):
         manifest = read_manifest(checkpoint)
         require_same_base(checkpoint, manifest.origin.base, base_of(assembly, None))
         files = opened(checkpoint, manifest)
-    base = _Base(assembly)
+    base = Base(assembly)
     shapes = {name: manifest.tensors[name].shape for name in _exported(manifest) if name not in base.of_adapters}
     shapes |= base.shapes
     origins = {name: origin_of(name.split("/", 1)[1], FAMILIES[family].rules) for name in shapes}
+    dtype = torch.float32 if form == "fp32" else torch.bfloat16
+    described = _described(origins, shapes, dtype)
+    coded = None if coding is None else CodedTensors(coding, origins, shapes, base)
+    if coded is not None:
+        described = coded.described(described)
+        config["quantization_config"] = coded.config(described)
     run_dir = Path(assembly.spec.run.dir)
     tokenizer = tokenizer_beside(run_dir / TOKENIZER)
     with new_folder(target) as scratch:
-        lay_out(scratch, _described(origins, shapes, dtype))
+        lay_out(scratch, described)
         config["dtype"] = str(dtype).removeprefix("torch.")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is not None:
@@ -82,6 +99,9 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
                 return values
 
             def write(name: str, values: Tensor) -> None:
+                if coded is not None and name in coded:
+                    coded.encode(name, values, written.tensors)
+                    return
                 origin = origins[name]
                 as_written(name.split("/", 1)[1], origin.of(written.tensors[origin.name]).copy_(values))
 
@@ -91,9 +111,22 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, dtype: torch.dtyp
                     write(f"model/{name}", values)
                     merged.add(f"model/{name}")
             for name in origins.keys() - merged:
-                write(name, read(name))
+                if coded is not None and coded.copies(name):
+                    coded.copy(name, written.tensors)
+                else:
+                    write(name, read(name))
         written.flush()
-    return family
+    return Exported(family, () if coded is None else tuple(coded.told()))
+
+
+def _coding(form: Form, family: str) -> Coding | None:
+    """How weights become codes; None: they do not. Raises CheckpointError for a family that has none of these."""
+    coding = CODINGS.get(form)
+    if coding is not None and family not in coding.families:
+        others = [name for name, other in CODINGS.items() if family in other.families]
+        what = f"no reader takes {family} in {form}: such folders are of {', '.join(sorted(coding.families))}."
+        raise CheckpointError(what, f"Use --dtype {', '.join(['bf16', *others])}.")
+    return coding
 
 
 def _too_large(what: str) -> CheckpointError:
@@ -164,33 +197,6 @@ def _exported(manifest: Manifest) -> list[str]:
     """Tensors of a checkpoint that belong to the model: parameters, and the routers' states."""
     routers = (name for name in manifest.tensors if name.startswith("state/") and ".router." in name)
     return [*(name for name in manifest.tensors if name.startswith("model/")), *routers]
-
-
-class _Base:
-    """Weights that a run has frozen, as the folder of its base has them, and adapters beside them, if there are any."""
-
-    def __init__(self, assembly: Assembly) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        """The shape of each frozen weight, by its name in a checkpoint."""
-        self.of_adapters: set[str] = set()
-        """The names in a checkpoint of what belongs to adapters."""
-        self.adapted: Sequence[MergeableWeight] = ()
-        """The weights with adapters."""
-        if not assembly.frozen:
-            return
-        base = Path(assembly.spec.train.weights or "")
-        self._folder = Folder(base)
-        model = on_meta(assembly)
-        rules = family_of(read_config(base), base).rules
-        self._origins, _ = placed(model, self._folder, rules, num_experts=assembly.site.dims.num_experts)
-        frozen = {piece.name for piece in canonical_parameters(model) if not piece.parameter.requires_grad}
-        self.of_adapters = {f"model/{piece.name}" for piece in canonical_parameters(model) if piece.of_adapter}
-        self.adapted = [*mergeable_weights(model)]
-        self.shapes = {f"model/{name}": shape for name, shape in wanted(model) if name in frozen}
-
-    def read(self, name: str) -> Tensor:
-        """Values of a weight."""
-        return self._folder.read(self._origins[name.removeprefix("model/")])
 
 
 def _described(

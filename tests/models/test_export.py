@@ -102,7 +102,7 @@ def test_transformers_computes_the_logits_of_a_checkpoint(
     world, layout = PARALLEL[parallel]
     model = {"num_layers": 2, "vocab_size": 64}
     pool.run(saved, world, preset, tmp_path / "run", layout, world, model)
-    family = export(assembled(preset, model=model), *paths(tmp_path), torch.float32)
+    family = export(assembled(preset, model=model), *paths(tmp_path), "fp32").family
     oracle = getattr(transformers, f"{CLASSES[family]}ForCausalLM").from_pretrained(tmp_path / "out", dtype="float32")
     oracle.config._attn_implementation = "eager"
     ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -133,7 +133,7 @@ def paths(folder: Path) -> tuple[Path, Path]:
 def test_weights_are_written_in_bf16_and_states_in_fp32(pool: RankPool, tmp_path: Path) -> None:
     model = {"num_layers": 2, "mtp_layers": 1}
     pool.run(saved, 1, "deepseek-v3-tiny", tmp_path / "run", {}, 1, model)
-    export(assembled("deepseek-v3-tiny", model=model), *paths(tmp_path), torch.bfloat16)
+    export(assembled("deepseek-v3-tiny", model=model), *paths(tmp_path), "bf16")
     written = tensors_of(tmp_path / "out")
     wide = {name for name, tensor in written.items() if tensor.dtype is torch.float32}
     assert wide == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}

@@ -137,49 +137,79 @@ def test_a_kept_spec_names_the_folder_from_anywhere(
     assert f"{folder}/tokenizer.json" in kept
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fine_tune"
+SMALL = [
+    "train.steps=4",
+    "train.lr=0.01",
+    "train.tokens_per_step=256",
+    "train.micro_batch=1",
+    "train.eval_tokens=128",
+]
+
+
+def made(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> None:
+    """Run a script of the example."""
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    runpy.run_path(str(EXAMPLE / script), run_name="__main__")
+
+
+def shell(*command: object) -> str:
+    """What a command of moefw says."""
+    ended = copies.run("moefw", *command)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def loss_falls(run: str) -> bool:
+    losses = [json.loads(record)["loss"] for record in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return losses[-1] < losses[0]
+
+
 def test_the_example_fine_tunes_a_model_of_transformers_and_hands_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import peft
     import transformers
 
-    example = Path(__file__).parents[2] / "examples" / "fine_tune"
-    sizes = [
-        "train.steps=4",
-        "train.lr=0.01",
-        "train.tokens_per_step=256",
-        "train.micro_batch=1",
-        "train.eval_tokens=128",
-    ]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["make_model.py", "runs/model"])
-    runpy.run_path(str(example / "make_model.py"), run_name="__main__")
-    for command in (
-        ["train", example / "spec.yaml", *sizes],
-        ["convert", "export", "runs/fine_tune", "runs/tuned"],
-    ):
-        ended = copies.run("moefw", *command)
-        assert ended.returncode == 0, ended.stderr
-    records = (tmp_path / "runs" / "fine_tune" / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(record)["loss"] for record in records]
-    assert losses[-1] < losses[0]
+    made(monkeypatch, "make_model.py", "runs/model")
+    shell("train", EXAMPLE / "spec.yaml", *SMALL)
+    shell("convert", "export", "runs/fine_tune", "runs/tuned")
+    assert loss_falls("runs/fine_tune")
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "tuned")
     assert tuned.config.model_type == "qwen3_moe"
     assert tensors_of(tmp_path / "runs" / "tuned").keys() == tensors_of(tmp_path / "runs" / "model").keys()
 
     # Then its conversations, and an adapter that peft loads.
-    monkeypatch.setattr(sys, "argv", ["make_chats.py", "runs/chats.jsonl"])
-    runpy.run_path(str(example / "make_chats.py"), run_name="__main__")
-    for command in (
-        ["train", example / "chats.yaml", *sizes],
-        ["convert", "export", "runs/chats", "runs/adapter", "--adapter", "peft"],
-    ):
-        ended = copies.run("moefw", *command)
-        assert ended.returncode == 0, ended.stderr
-    records = (tmp_path / "runs" / "chats" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(records[-1])["loss"] < json.loads(records[0])["loss"]
+    made(monkeypatch, "make_chats.py", "runs/chats.jsonl")
+    shell("train", EXAMPLE / "chats.yaml", *SMALL)
+    shell("convert", "export", "runs/chats", "runs/adapter", "--adapter", "peft")
+    assert loss_falls("runs/chats")
     adapted = peft.PeftModel.from_pretrained(tuned, tmp_path / "runs" / "adapter")
     assert adapted.peft_config["default"].r == 16
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "runs" / "tuned")
     text = tokenizer.apply_chat_template([{"role": "user", "content": "What?"}], tokenize=False)
     assert text == "<|im_start|>user\nWhat?<|im_end|>\n"
+
+
+def test_the_other_example_goes_from_mxfp4_to_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its head says. vllm#22380: a tuned gpt-oss could not be written as MXFP4."""
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    made(monkeypatch, "make_chats.py", "runs/chats.jsonl")
+    made(monkeypatch, "make_model.py", "runs/oss", "gpt_oss")
+    base = ["model.preset=runs/oss/config.json", "train.weights=runs/oss", "run.dir=runs/oss-run"]
+    shell("train", EXAMPLE / "spec.yaml", *SMALL, *base)
+    shell("convert", "export", "runs/oss-run", "runs/oss-mxfp4", "--dtype", "mxfp4")
+    shell("train", EXAMPLE / "mxfp4.yaml", *SMALL)
+    assert loss_falls("runs/mxfp4")
+    told = shell("convert", "export", "runs/mxfp4", "runs/mxfp4-tuned", "--dtype", "mxfp4")
+    assert "32 weights have not trained: their MXFP4 is copied\n16 weights are encoded in MXFP4, once" in told
+    before, after = (tensors_of(tmp_path / "runs" / folder) for folder in ("oss-mxfp4", "mxfp4-tuned"))
+    assert before.keys() == after.keys()
+    codes = [name for name in before if name.endswith(("_blocks", "_scales"))]
+    changed = {name for name in codes if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in codes if "down_proj" in name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "mxfp4-tuned", dtype=torch.bfloat16)
+    assert model.config.model_type == "gpt_oss"

@@ -41,7 +41,7 @@ def import_it(model: Path, target: Path) -> None:
 
 
 def export_it(model: Path, target: Path) -> None:
-    export(read_run(str(model / "run"), ()), model / "run" / "checkpoints" / "step-0", target, torch.bfloat16)
+    export(read_run(str(model / "run"), ()), model / "run" / "checkpoints" / "step-0", target, "bf16")
 
 
 WRITERS: Mapping[str, Callable[[Path, Path], None]] = {

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, ClassVar, Final, Protocol, final
 
 import torch
 from attrs import evolve, frozen
@@ -36,6 +36,8 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 }
 SCALES: Final = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of FP8's scales. Others, such as bytes, hold exponents."""
+Description = tuple[torch.dtype, tuple[int, ...]]
+"""The dtype and shape of a tensor."""
 
 
 class Stored(Protocol):
@@ -78,7 +80,18 @@ class Fp8:
     codes: Plain
     scales: Plain
     dtype: torch.dtype = torch.bfloat16
-    format: CodeFormat = FP8
+    format: ClassVar[CodeFormat] = FP8
+
+    @staticmethod
+    def names(name: str) -> tuple[str, str]:
+        """Names of the codes and the scales of a weight."""
+        return name, f"{name}_scale_inv"
+
+    @classmethod
+    def described(cls, name: str, shape: tuple[int, ...]) -> dict[str, Description]:
+        """Codes and scales of a weight of ``shape``, by name."""
+        codes, scales = cls.names(name)
+        return {codes: (FP8.code_dtype, shape), scales: (FP8.scale_dtype, FP8.shape_of_scales(shape))}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,7 +102,8 @@ class Fp8:
         """``codes * scale``, rounded once."""
         return FP8.decode(self.codes.read(first), self.scales.read(first).float())
 
-    def arranged(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def arranged(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales in the order of the values, the scales in fp32."""
         return codes, scales.float()
 
@@ -104,7 +118,21 @@ class Mxfp4:
     codes: Plain
     scales: Plain
     dtype: torch.dtype = torch.bfloat16
-    format: CodeFormat = MXFP4
+    format: ClassVar[CodeFormat] = MXFP4
+
+    @staticmethod
+    def names(name: str) -> tuple[str, str]:
+        """Names of the codes and the scales of a stack."""
+        return f"{name}_blocks", f"{name}_scales"
+
+    @classmethod
+    def described(cls, name: str, shape: tuple[int, ...]) -> dict[str, Description]:
+        """Codes and scales of a stack whose values have ``shape``, (E, I, O), by name."""
+        codes, scales = cls.names(name)
+        experts, in_dim, out_dim = shape
+        blocks = (experts, out_dim, in_dim // MXFP4.columns)
+        bytes_of_block = MXFP4.columns // MXFP4.codes_per_element
+        return {codes: (MXFP4.code_dtype, (*blocks, bytes_of_block)), scales: (MXFP4.scale_dtype, blocks)}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,7 +144,8 @@ class Mxfp4:
         """Values, exact in bf16."""
         return MXFP4.decode(self.codes.read(first).flatten(-2), self.scales.read(first)).mT
 
-    def arranged(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def arranged(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (..., I / 2, O) and scales (..., I / 32, O), in the order of the values."""
         return codes.flatten(-2).mT, scales.mT
 
@@ -132,8 +161,8 @@ def _first(origin: Origin) -> tuple[int | None, Origin]:
     return None, origin
 
 
-def _coded_piece(stored: Coded, codes: Tensor, scales: Tensor, piece: Origin) -> CodedWeight:
-    """Piece of stored codes and scales. Raises ContractError if it cuts a block."""
+def coded_piece(stored: Coded | type[Coded], codes: Tensor, scales: Tensor, piece: Origin) -> CodedWeight:
+    """Piece, a view, of stored codes and scales. Raises ContractError if it cuts a block."""
     arranged_codes, arranged_scales = stored.arranged(codes, scales)
     return CodedWeight(piece.of(arranged_codes), piece.of(arranged_scales), stored.format)
 
@@ -187,12 +216,12 @@ class Folder:
         """Codes and scales of a parameter. Only their bytes are read, and those of their own expert."""
         stored = self._coded(origin)
         first, piece = _first(origin)
-        return _coded_piece(stored, stored.codes.read(first), stored.scales.read(first), piece)
+        return coded_piece(stored, stored.codes.read(first), stored.scales.read(first), piece)
 
     def codes_without_bytes(self, origin: Origin) -> CodedWeight:
         """Codes and scales of a parameter on ``meta``. Raises ContractError for a piece that cuts a block."""
         stored = self._coded(origin)
-        return _coded_piece(stored, stored.codes.without_bytes(), stored.scales.without_bytes(), origin)
+        return coded_piece(stored, stored.codes.without_bytes(), stored.scales.without_bytes(), origin)
 
     def format(self, origin: Origin) -> CodeFormat | None:
         """Format of a parameter that is stored as codes; None: it is stored as values."""

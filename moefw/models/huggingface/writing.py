@@ -14,15 +14,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from moefw.models.huggingface.folder import DTYPES, INDEX
+from moefw.models.huggingface.folder import DTYPES, INDEX, Description
 
 SHARD_BYTES: Final = 5 * 10**9
 """The most bytes of a file, unless one tensor is larger."""
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 Mapped = np.memmap[Any, np.dtype[np.uint8]]
-Description = tuple[torch.dtype, tuple[int, ...]]
-"""The dtype and shape of a tensor."""
 
 
 @frozen(eq=False)

@@ -13,6 +13,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from moefw_kernels.quantize import E2M1, encode, pack, quantize_fp8
+
 ROWS_AT_A_TIME: Final = 128
 """The rows that are decoded together, so that little is held in wider dtypes."""
 
@@ -22,7 +24,7 @@ class CodeFormat:
     """A format of codes. ``rows`` and ``columns``: the block of a matrix that shares a scale.
 
     ``codes_per_element``: the number of codes, neighbours along a row, in an element of the tensor of codes.
-    ``decode`` returns values, bf16, of codes and scales.
+    ``decode`` returns values, bf16, of codes and scales; ``encode`` codes and scales of values, fp32 or bf16.
     """
 
     name: str
@@ -32,6 +34,7 @@ class CodeFormat:
     code_dtype: torch.dtype
     scale_dtype: torch.dtype
     decode: Callable[[Tensor, Tensor], Tensor]
+    encode: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     def shape_of_codes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the codes of a weight ``(..., O, I)``."""
@@ -54,6 +57,12 @@ def _decode_fp8(codes: Tensor, scales: Tensor) -> Tensor:
     return values
 
 
+def _encode_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales with which the largest magnitude of each block becomes 448, E4M3's largest."""
+    quantized = quantize_fp8(values, block=(FP8.rows, FP8.columns), power_of_two=False)
+    return quantized.codes, quantized.scales
+
+
 def _decode_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     """``code * 2^(scale - 127)``, exact in bf16."""
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
@@ -65,6 +74,18 @@ def _decode_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
         blocks = numbers.view(*exponents.shape, MXFP4.columns)
         values[..., start : start + ROWS_AT_A_TIME, :] = torch.ldexp(blocks, exponents.unsqueeze(-1)).flatten(-2)
     return values
+
+
+def _encode_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales whose exponent is that of the block's largest magnitude less that of 4 (OCP MX 1.0 section 6.3).
+
+    Magnitudes of 6 to 8 times the scale become 6 of them. What has been decoded is encoded as the same values.
+    """
+    blocks = values.float().unflatten(-1, (-1, MXFP4.columns))
+    # frexp returns a mantissa below 1, so its exponent is greater by 1; the exponent of 4, E2M1's largest power, is 2.
+    exponents = (torch.frexp(blocks.abs().amax(-1)).exponent - 3).clamp_(min=-127)
+    codes = encode(torch.ldexp(blocks, -exponents.unsqueeze(-1)), E2M1)
+    return pack(codes.flatten(-2)), (exponents + 127).to(torch.uint8)
 
 
 def _e2m1(codes: Tensor) -> Tensor:
@@ -86,6 +107,7 @@ FP8: Final = CodeFormat(
     code_dtype=torch.float8_e4m3fn,
     scale_dtype=torch.float32,
     decode=_decode_fp8,
+    encode=_encode_fp8,
 )
 """E4M3, a scale for 128 by 128 values (DeepSeek-V3, arXiv 2412.19437 section 3.3)."""
 MXFP4: Final = CodeFormat(
@@ -96,5 +118,6 @@ MXFP4: Final = CodeFormat(
     code_dtype=torch.uint8,
     scale_dtype=torch.uint8,
     decode=_decode_mxfp4,
+    encode=_encode_mxfp4,
 )
 """E2M1, a scale for 32 values of a row, an exponent plus 127 (OCP MX 1.0). Two codes in a byte, the lower one first."""

@@ -1,0 +1,153 @@
+"""The weights of an exported folder that become codes: copied where nothing has trained, else encoded, once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from moefw.core.errors import CheckpointError, Problem
+from moefw.models.huggingface.codings import Coding
+from moefw.models.huggingface.folder import Description, coded_piece
+from moefw.models.huggingface.origins import Origin
+from moefw.runtime.compute.coded_weight import CodedWeight
+from moefw.training.exporting_base import Base
+
+MOST: Final = 3
+"""The most tensors that a line lists."""
+
+
+@define
+class Movement:
+    """How far weights have moved: the sum of their squares, and that of the squares of the differences."""
+
+    weights: float = 0.0
+    differences: float = 0.0
+
+    def add(self, weight: Tensor, moved: Tensor) -> None:
+        """Add a weight, fp32, and what it has become."""
+        self.weights += torch.linalg.vector_norm(weight).item() ** 2
+        self.differences += torch.linalg.vector_norm(moved - weight).item() ** 2
+
+    @property
+    def share(self) -> float:
+        """Root mean square of the differences over that of the weights; 0 if these are."""
+        return math.sqrt(self.differences / self.weights) if self.weights else 0.0
+
+
+@final
+class CodedTensors:
+    """The tensors of a folder that hold weights as codes.
+
+    They are those that are codes in the base of the run, if it has the format; else those that the format is for.
+    Weights have the names of a checkpoint.
+    """
+
+    def __init__(
+        self, coding: Coding, origins: Mapping[str, Origin], shapes: Mapping[str, tuple[int, ...]], base: Base
+    ) -> None:
+        """``origins`` and ``shapes``: those of every weight.
+
+        Raises CheckpointError with every tensor of a width that the format does not have.
+        """
+        self._coding = coding
+        self._format = coding.stored.format
+        self._origins = origins
+        self._base = base
+        self._as_in_base = base.format is self._format
+        self._weights = {name for name, origin in origins.items() if self._becomes_codes(name, origin)}
+        self._copied: set[str] = set()
+        self._by_rounding: dict[str, Movement] = {}
+        self._by_training = Movement()
+        self._cut_short = {origins[name].name for name in self._weights if self._cuts_blocks(shapes[name])}
+        if not coding.cuts_blocks_short and self._cut_short:
+            raise CheckpointError([self._wrong_width(tensor) for tensor in sorted(self._cut_short)])
+
+    def _becomes_codes(self, name: str, origin: Origin) -> bool:
+        return self._base.is_coded(name) if self._as_in_base else self._coding.becomes_codes(origin.name)
+
+    def _cuts_blocks(self, shape: tuple[int, ...]) -> bool:
+        """Whether the last block of rows or columns is smaller than others."""
+        sizes = zip(shape[-2:], (self._format.rows, self._format.columns), strict=True)
+        return any(size % block and (size > block or not self._coding.cuts_blocks_short) for size, block in sizes)
+
+    def _wrong_width(self, tensor: str) -> Problem:
+        what = f"{tensor} is of a width that is no multiple of {self._format.columns},"
+        return Problem(f"{what} and {self._format.name} has a scale for so many values.", "Use --dtype bf16 or fp8.")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a weight is held as codes."""
+        return name in self._weights
+
+    def described(self, values: Mapping[str, Description]) -> dict[str, Description]:
+        """Tensors of the folder, given what they would be if all weights were held as values.
+
+        What has not trained and is no code keeps the dtype of the base.
+        """
+        coded = {self._origins[name].name for name in self._weights}
+        described: dict[str, Description] = {}
+        for tensor, description in values.items():
+            if tensor in coded:
+                described |= self._coding.stored.described(tensor, description[1])
+            else:
+                described[tensor] = description
+        for name in self._base.shapes.keys() - self._weights:
+            tensor = self._origins[name].name
+            described[tensor] = (self._base.dtype(name), described[tensor][1])
+        return described
+
+    def config(self, described: Mapping[str, Description]) -> Any:
+        """``quantization_config`` of the folder."""
+        if self._as_in_base and "quantization_config" in self._base.config:
+            return self._base.config["quantization_config"]
+        matrices = (name for name, (_, shape) in described.items() if name.endswith(".weight") and len(shape) == 2)
+        coded = {self._origins[name].name for name in self._weights}
+        modules = sorted(name.removesuffix(".weight") for name in matrices if name not in coded)
+        return self._coding.config([module for module in modules if not module.endswith("embed_tokens")])
+
+    def copies(self, name: str) -> bool:
+        """Whether the codes of the base are to be copied for a weight that has not trained."""
+        return name in self._weights and self._as_in_base and name in self._base.shapes
+
+    def copy(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the codes of a weight from the base into the ``tensors`` of the folder."""
+        self._place(name, tensors).copy_(self._base.read_codes(name))
+        self._copied.add(name)
+
+    def encode(self, name: str, values: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Write ``values`` of a weight as codes into the ``tensors`` of the folder."""
+        codes = CodedWeight(*self._format.encode(values), self._format)
+        self._place(name, tensors).copy_(codes)
+        values = values.float()
+        self._by_rounding.setdefault(self._origins[name].name, Movement()).add(values, codes.values().float())
+        if self._base.holds(name):
+            self._by_training.add(self._base.read(name).float(), values)
+
+    def _place(self, name: str, tensors: Mapping[str, Tensor]) -> CodedWeight:
+        origin = self._origins[name]
+        codes, scales = (tensors[stored] for stored in self._coding.stored.names(origin.name))
+        return coded_piece(self._coding.stored, codes, scales, origin)
+
+    def told(self) -> Iterator[str]:
+        """Yield in lines what has been copied and encoded, and how far that moved the weights."""
+        form = self._format.name
+        if self._copied:
+            yield f"{len(self._copied)} weights have not trained: their {form} is copied"
+        if self._by_rounding:
+            moved = sorted(self._by_rounding.items(), key=lambda item: item[1].share)
+            total = Movement(
+                weights=sum(each.weights for _, each in moved), differences=sum(each.differences for _, each in moved)
+            )
+            worst, by = moved[-1]
+            yield f"{len(self._weights) - len(self._copied)} weights are encoded in {form}, once"
+            yield f"rounding moves them by {total.share:.2%} (root mean square); the most, {worst}, by {by.share:.2%}"
+        if self._by_training.weights:
+            yield f"training has moved them by {self._by_training.share:.2%}"
+        if self._cut_short:
+            few = ", ".join(sorted(self._cut_short)[:MOST])
+            more = f" and {len(self._cut_short) - MOST} more" if len(self._cut_short) > MOST else ""
+            yield f"blocks are cut short in {few}{more}: transformers 5.24 decodes these wrongly"
