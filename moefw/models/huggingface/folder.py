@@ -134,8 +134,8 @@ def _first(origin: Origin) -> tuple[int | None, Origin]:
 
 def _coded_piece(stored: Coded, codes: Tensor, scales: Tensor, piece: Origin) -> CodedWeight:
     """Piece of stored codes and scales. Raises ContractError if it cuts a block."""
-    arranged_codes, arranged_scales = stored.arranged(codes, scales)
-    return CodedWeight(piece.of(arranged_codes), piece.of(arranged_scales), stored.format)
+    arranged = stored.arranged(codes, scales)
+    return CodedWeight(tuple(piece.of(part) for part in arranged), stored.format)
 
 
 def _not_finite(what: str) -> CheckpointError:

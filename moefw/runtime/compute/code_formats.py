@@ -18,6 +18,21 @@ ROWS_AT_A_TIME: Final = 128
 
 
 @frozen(kw_only=True)
+class Part:
+    """A tensor of a format, codes or scales: an element for each block of ``rows`` by ``columns`` of a matrix."""
+
+    name: str
+    rows: int = 1
+    columns: int
+    dtype: torch.dtype
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of this part of a weight ``(..., O, I)``. A last block may be smaller."""
+        *leading, out_dim, in_dim = shape
+        return *leading, -(-out_dim // self.rows), -(-in_dim // self.columns)
+
+
+@frozen(kw_only=True)
 class CodeFormat:
     """A format of codes. ``rows`` and ``columns``: the block of a matrix that shares a scale.
 
@@ -31,17 +46,22 @@ class CodeFormat:
     codes_per_element: int
     code_dtype: torch.dtype
     scale_dtype: torch.dtype
-    decode: Callable[[Tensor, Tensor], Tensor]
+    decode: Callable[..., Tensor]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The tensors that a weight consists of, codes first, as ``decode`` takes them."""
+        codes = Part(name="codes", columns=self.codes_per_element, dtype=self.code_dtype)
+        scales = Part(name="scales", rows=self.rows, columns=self.columns, dtype=self.scale_dtype)
+        return codes, scales
 
     def shape_of_codes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the codes of a weight ``(..., O, I)``."""
-        *leading, out_dim, in_dim = shape
-        return *leading, out_dim, in_dim // self.codes_per_element
+        return self.parts[0].shape(shape)
 
     def shape_of_scales(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the scales of a weight ``(..., O, I)``. A last block may be smaller."""
-        *leading, out_dim, in_dim = shape
-        return *leading, -(-out_dim // self.rows), -(-in_dim // self.columns)
+        return self.parts[1].shape(shape)
 
 
 def _decode_fp8(codes: Tensor, scales: Tensor) -> Tensor:
