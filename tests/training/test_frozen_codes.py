@@ -16,7 +16,7 @@ from test_freeze import RECIPES, WAYS, untimed
 from torch import Tensor, nn
 
 import moefw
-from coded_folders import save_fp8, save_mxfp4
+from coded_folders import save_fp8, save_mxfp4, save_nvfp4
 from command_here import moefw_says
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.optimizer import build_optimizer
@@ -26,7 +26,7 @@ from moefw.core.records import Shard
 from moefw.core.stages import Batch
 from moefw.planner import ledger
 from moefw.runtime.compute.casts import BF16Recipe, FP32Recipe
-from moefw.runtime.compute.code_formats import FP8, MXFP4, CodeFormat
+from moefw.runtime.compute.code_formats import FP8, MXFP4, NVFP4, CodeFormat
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.compute.product import linear
 from moefw.runtime.naming import by_parameter, canonical_parameters, draw
@@ -40,16 +40,17 @@ from resolved_specs import problems_of, resolved
 
 LORA = {"use": "lora", "rank": 8, "alpha": 4.0}
 DORA = {"use": "dora", "rank": 8, "alpha": 4.0}
-FOLDERS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+FOLDERS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "in_nvfp4")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of models in FP8, and of one in MXFP4."""
+    """Folders of models in FP8, of one in MXFP4 and of one in NVFP4."""
     root = tmp_path_factory.mktemp("folders")
     save_fp8("qwen3_moe", root / "qwen3_moe")
     save_fp8("deepseek_v3", root / "deepseek_v3")
     save_mxfp4(root / "gpt_oss")
+    save_nvfp4("qwen3_moe", root / "in_nvfp4")
     return root
 
 
@@ -133,12 +134,12 @@ def test_losses_and_gradients_have_the_bits_of_decoded_weights(folders: Path, fa
 
 
 @pytest.mark.parametrize("recipe", quick(["bf16", "fp8-blockwise", "fp8-tensor", "mxfp8"], "bf16", "fp8-blockwise"))
-@pytest.mark.parametrize("family", ["deepseek_v3", *deep("qwen3_moe", "gpt_oss")])
+@pytest.mark.parametrize("family", ["deepseek_v3", *deep("qwen3_moe", "gpt_oss", "in_nvfp4")])
 def test_every_recipe_multiplies_what_the_codes_stand_for(folders: Path, family: str, recipe: str) -> None:
     assert_codes_compute_what_values_do(folders / family, precision=RECIPES[recipe])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", *deep("deepseek_v3")])
+@pytest.mark.parametrize("family", ["qwen3_moe", *deep("deepseek_v3", "in_nvfp4")])
 def test_dora_has_the_norms_of_what_the_codes_stand_for(folders: Path, family: str) -> None:
     assert_codes_compute_what_values_do(folders / family, adapter=DORA)
 
@@ -161,14 +162,18 @@ def test_codes_are_held_in_the_bytes_that_the_folder_has(folders: Path, family: 
     model, _ = opened(folders / family, "as_stored")
     coded = coded_weights(model)
     stored = load_file(folders / family / "model.safetensors")
-    own_ends = ("_scale_inv", "_blocks", "_scales")
+    own_ends = ("_scale_inv", "_blocks", "_scales", "_scale")
     of_codes = [name for name, value in stored.items() if name.endswith(own_ends) or value.itemsize == 1]
-    assert sum(each.bytes_held for each in coded.values()) == sum(stored[name].nbytes for name in of_codes)
+    divisors = [name for name in of_codes if name.endswith("_global_scale")]
+    in_folder = sum(stored[name].nbytes for name in set(of_codes) - set(divisors))
+    of_rows = sum(part.nbytes for each in coded.values() for part in each.parts[2:])  # a matrix's own, for each row
+    assert sum(each.bytes_held for each in coded.values()) == in_folder + of_rows
+    assert bool(of_rows) == bool(divisors)
     assert not [name for name in coded if "norm" in name or "router" in name or name.startswith(("embed", "head"))]
 
 
 @pytest.mark.parametrize("precision", [FP32Recipe(), BF16Recipe()], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("form", [FP8, MXFP4], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [FP8, MXFP4, NVFP4], ids=lambda form: form.name)
 def test_a_product_saves_neither_codes_nor_values_of_a_weight(form: CodeFormat, precision: Any) -> None:
     weight = filled(CodedWeight.empty((256, 128), form, torch.device("cpu")))
     saved: list[Tensor] = []
@@ -185,14 +190,18 @@ def filled(weight: CodedWeight) -> CodedWeight:
     generator = torch.Generator().manual_seed(0)
     if weight.format is FP8:
         weight.codes.copy_(torch.randn(weight.codes.shape, generator=generator))
-        weight.scales.copy_(torch.rand(weight.scales.shape, generator=generator))
     else:
         weight.codes.copy_(torch.randint(256, weight.codes.shape, generator=generator))
+    if weight.format is MXFP4:
         weight.scales.copy_(torch.randint(120, 130, weight.scales.shape, generator=generator))
+    else:
+        weight.scales.copy_(torch.rand(weight.scales.shape, generator=generator))
+    for divisors in weight.parts[2:]:
+        divisors.copy_(1 + torch.rand(divisors.shape, generator=generator))
     return weight
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "in_nvfp4"])
 @pytest.mark.parametrize("gemm", ["grouped", "loop"])
 def test_a_plan_counts_the_bytes_of_codes_and_is_what_is_measured(folders: Path, family: str, gemm: str) -> None:
     spec = tree(folders / family, "as_stored", gemm={"use": gemm}, precision={"use": "bf16"})
@@ -246,7 +255,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "ep 2", "tp 2 and etp 2"))
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "in_nvfp4"])
 def test_ranks_compute_with_their_codes_what_they_do_with_values(
     pool: RankPool, folders: Path, family: str, layout: str
 ) -> None:
@@ -276,6 +285,14 @@ def test_codes_that_ranks_would_cut_are_refused_by_name(folders: Path, tmp_path:
     assert "is cut through a block that shares a scale (128 x 128)." in says
     assert "use train.frozen_weights: decoded." in says
     assert "is no folder." in refused(folders / "qwen3_moe", train={"weights": str(tmp_path / "nowhere")})
+
+
+def test_widths_that_ranks_would_cut_through_16_values_are_refused(tmp_path: Path) -> None:
+    save_nvfp4("qwen3_moe", tmp_path / "in", moe_intermediate_size=16)
+    says = refused(tmp_path / "in", world=2, parallel={"experts": {"etp": 2}})
+    assert (
+        "layers.0.moe.experts.0.down_proj.weight: a part (128, 8) of a weight in NVFP4 is cut through a block" in says
+    )
 
 
 def test_rows_of_keys_that_a_rank_computes_alone_are_whole_blocks(tmp_path: Path) -> None:
@@ -345,7 +362,7 @@ def test_an_operation_that_needs_values_is_refused() -> None:
 # Runs and folders.
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "in_nvfp4"])
 def test_logits_and_merged_folders_of_from_pretrained_are_those_of_decoded_weights(
     folders: Path, family: str, tmp_path: Path
 ) -> None:
@@ -365,7 +382,7 @@ def test_logits_and_merged_folders_of_from_pretrained_are_those_of_decoded_weigh
     assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", *deep("qwen3_moe")])
+@pytest.mark.parametrize("family", ["gpt_oss", *deep("qwen3_moe", "in_nvfp4")])
 def test_a_run_with_codes_is_resumed_evaluated_and_exported_as_one_with_values(
     folders: Path, family: str, tmp_path: Path
 ) -> None:

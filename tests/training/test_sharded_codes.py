@@ -17,6 +17,7 @@ from test_frozen_codes import DORA, FOLDERS, coded_weights, folders, losses_of, 
 from torch import Tensor
 
 import copies
+import moefw
 from command_here import moefw_says
 from gathers import Gathers
 from ledger_cases import PEAK, check, check_held
@@ -43,15 +44,16 @@ Outcome = tuple[float, dict[str, Tensor]]
 
 
 def of_ranks(folder: Path, form: str, parts: Mapping[str, Any]) -> Outcome:
-    """Loss and whole gradients of a step in which each rank of dp has two sequences."""
+    """Loss and whole gradients of a step, of micro-batches of two sequences."""
     world = dist.get_world_size()
     model, engine = opened(folder, form, world=world, **parts)
-    sequences = 2 * engine.layout.size("dp")
-    ids = torch.randint(256, (sequences, 17), generator=torch.Generator().manual_seed(0))
-    first = 2 * engine.layout.index("dp")
-    own = ids[first : first + 2]
-    batch = Batch(ids_BS=own[:, :-1], labels_BS=own[:, 1:], seeds_B=torch.arange(sequences)[first : first + 2])
-    result = engine.step([batch], 0.0, untimed)
+    sequences = torch.arange(parts["train"]["tokens_per_step"] // 16)
+    ids = torch.randint(256, (len(sequences), 17), generator=torch.Generator().manual_seed(0))
+    batches = [
+        Batch(ids_BS=ids[own, :-1], labels_BS=ids[own, 1:], seeds_B=own)
+        for own in sequences.chunk(engine.layout.size("dp"))[engine.layout.index("dp")].split(2)
+    ]
+    result = engine.step(batches, 0.0, untimed)
     gradients: dict[str, Tensor] = {}
     for holding in holdings(model):
         if holding.parameter.grad is not None:
@@ -80,13 +82,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "offloaded": {"memory": [{"use": "offload", "regions": ["experts"], "min_bytes": 1}]},
     "dora": {"adapter": DORA},
     "experts alone": {"parallel": {"experts": {"shard": "all"}}},
-    "reduced once": {"train": {"reduce_gradients": "step"}},
-    "merged": {"pipeline": {"use": "merged"}},
+    "reduced once": {"train": {"reduce_gradients": "step", "tokens_per_step": 128}},
 }
 
 
 @pytest.mark.parametrize("way", quick(WAYS, "grouped", "loop", "recomputed", "dora"))
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", *deep("qwen3_moe")])
+@pytest.mark.parametrize("family", ["gpt_oss", "in_nvfp4", *deep("deepseek_v3", "qwen3_moe")])
 def test_shared_codes_compute_the_bits_of_whole_ones(pool: RankPool, folders: Path, family: str, way: str) -> None:
     parts = sized(2, {**SHARED, **WAYS[way]})
     found = pool.run(of_ranks, 2, folders / family, "as_stored", parts)
@@ -100,12 +101,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2 with edp 2": (4, {"parallel": {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}}),
     "two copies of two shares": (4, {"parallel": {"dense": {"shard": 2}, "experts": {"shard": 2}}}),
     "tp 2 and etp 2": (4, {"parallel": {"dense": {"tp": 2, "shard": "all"}, "experts": {"etp": 2, "shard": "all"}}}),
+    "merged": (2, {**SHARED, "pipeline": {"use": "merged"}, "train": {"tokens_per_step": 128}}),
     "pp 2": (4, {**SHARED, "parallel": {"pp": 2, **SHARED["parallel"]}, "pipeline": {"use": "1f1b"}}),
 }
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "3 ranks, unevenly", "ep 2 with edp 2"))
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", *deep("deepseek_v3")])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", *deep("deepseek_v3", "in_nvfp4")])
 def test_a_layout_of_shares_computes_with_codes_what_it_does_with_values(
     pool: RankPool, folders: Path, family: str, layout: str
 ) -> None:
@@ -141,11 +143,10 @@ def stored_and_sent(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FOLDERS)
 def test_each_rank_stores_its_part_and_sends_no_values(pool: RankPool, folders: Path, family: str) -> None:
-    stored = load_file(folders / family / "model.safetensors")
-    ends = ("_scale_inv", "_blocks", "_scales")
-    in_folder = sum(each.nbytes for name, each in stored.items() if name.endswith(ends) or each.itemsize == 1)
+    model, _ = opened(folders / family, "as_stored")
+    of_all = sum(weight.bytes_held for weight in coded_weights(model).values())
     for rank in pool.run(stored_and_sent, 2, folders / family):
-        assert rank["stored"] == pytest.approx(in_folder / 2, rel=0.001)
+        assert rank["stored"] == pytest.approx(of_all / 2, rel=0.001)
         assert rank["sent"] == pytest.approx((rank["of_unit"] + rank["others"]) / 2, rel=0.001)
         assert rank["left"] == 0
 
@@ -264,3 +265,22 @@ def test_ranks_that_share_codes_resume_and_export_what_one_rank_would(folders: P
     for name, tensor in load_file(tmp_path / "shared" / "adapter_model.safetensors").items():
         torch.testing.assert_close(tensor, wanted.pop(name), rtol=1e-4, atol=1e-6)
     assert not wanted
+
+
+def saved(folder: Path, out: Path, form: str) -> int:
+    """Save a model of which ranks share frozen experts; return how many weights are codes."""
+    frozen = {"weights": str(folder), "freeze": ["*.experts.*"], "frozen_weights": form}
+    model = moefw.from_pretrained(folder, train=frozen, **SHARED)
+    moefw.save_pretrained(model, out)
+    return sum(isinstance(local(parameter), CodedShare) for parameter in model.module.parameters())
+
+
+@pytest.mark.parametrize("family", ["in_nvfp4", "gpt_oss"])
+def test_a_folder_of_shared_codes_is_that_of_their_values(
+    pool: RankPool, folders: Path, family: str, tmp_path: Path
+) -> None:
+    assert all(pool.run(saved, 2, folders / family, tmp_path / "as_stored", "as_stored"))
+    assert not any(pool.run(saved, 2, folders / family, tmp_path / "decoded", "decoded"))
+    written, wanted = (load_file(tmp_path / form / "model.safetensors") for form in ("as_stored", "decoded"))
+    assert written.keys() == wanted.keys()
+    assert [name for name, values in written.items() if not torch.equal(values, wanted[name])] == []

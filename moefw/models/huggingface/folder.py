@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.origins import Origin
-from moefw.runtime.compute.code_formats import FP8, MXFP4, CodeFormat
+from moefw.runtime.compute.code_formats import FP8, MXFP4, NVFP4, CodeFormat
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.finite import all_finite
 from moefw.system.untrusted_files import read_regular
@@ -85,6 +85,11 @@ class Fp8:
         """The shape of the weight."""
         return self.codes.shape
 
+    @property
+    def tensors(self) -> tuple[Plain, ...]:
+        """Codes and scales, as they are stored."""
+        return self.codes, self.scales
+
     def read(self, first: int | None) -> Tensor:
         """``codes * scale``, rounded once."""
         return FP8.decode(self.codes.read(first), self.scales.read(first).float())
@@ -112,6 +117,11 @@ class Mxfp4:
         experts, rows, blocks, _ = self.codes.shape
         return experts, 32 * blocks, rows
 
+    @property
+    def tensors(self) -> tuple[Plain, ...]:
+        """Codes and scales, as they are stored."""
+        return self.codes, self.scales
+
     def read(self, first: int | None) -> Tensor:
         """Values, exact in bf16."""
         return MXFP4.decode(self.codes.read(first).flatten(-2), self.scales.read(first)).mT
@@ -121,8 +131,41 @@ class Mxfp4:
         return codes.flatten(-2).mT, scales.mT
 
 
-Coded = Fp8 | Mxfp4
+@frozen(eq=False)
+class Nvfp4:
+    """A weight in NVFP4 as ``compressed-tensors`` stores it: codes (O, I / 2), scales (O, I / 16), a divisor (1)."""
+
+    codes: Plain
+    scales: Plain
+    divisor: Plain
+    dtype: torch.dtype = torch.bfloat16
+    format: CodeFormat = NVFP4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        out_dim, pairs = self.codes.shape
+        return out_dim, 2 * pairs
+
+    @property
+    def tensors(self) -> tuple[Plain, ...]:
+        """Codes, scales and divisor, as they are stored."""
+        return self.codes, self.scales, self.divisor
+
+    def read(self, first: int | None) -> Tensor:
+        """``code * (scale / divisor)``, rounded once."""
+        assert first is None, "a matrix has no matrices"
+        return NVFP4.decode(*self.arranged(*(tensor.read(None) for tensor in self.tensors)))
+
+    def arranged(self, codes: Tensor, scales: Tensor, divisor: Tensor) -> tuple[Tensor, ...]:
+        """Codes, scales, and the divisor for each row."""
+        return codes, scales, divisor.expand(len(codes), 1)
+
+
+Coded = Fp8 | Mxfp4 | Nvfp4
 """A tensor that is stored as codes."""
+SUFFIXES: Final[Mapping[CodeFormat, str]] = {MXFP4: "_blocks", NVFP4: "_packed"}
+"""What follows the name of a weight in that of its codes, where these are not named as the weight is."""
 
 
 def _first(origin: Origin) -> tuple[int | None, Origin]:
@@ -132,9 +175,9 @@ def _first(origin: Origin) -> tuple[int | None, Origin]:
     return None, origin
 
 
-def _coded_piece(stored: Coded, codes: Tensor, scales: Tensor, piece: Origin) -> CodedWeight:
+def _coded_piece(stored: Coded, tensors: Iterable[Tensor], piece: Origin) -> CodedWeight:
     """Piece of stored codes and scales. Raises ContractError if it cuts a block."""
-    arranged = stored.arranged(codes, scales)
+    arranged = stored.arranged(*tensors)
     return CodedWeight(tuple(piece.of(part) for part in arranged), stored.format)
 
 
@@ -158,7 +201,7 @@ class Folder:
         tensors: dict[str, Stored] = {}
         for name, stored in self._decoded(plain_tensors):
             if name in tensors:
-                self._tell(f"{path} holds {name} twice: in MXFP4, as {name}_blocks, and as it is.", "Remove one.")
+                self._tell(f"{path} holds {name} twice: {_twice(name, stored, tensors[name])}.", "Remove one.")
             tensors[name] = stored
         self.tensors: Mapping[str, Stored] = tensors
         if self._problems:
@@ -187,12 +230,12 @@ class Folder:
         """Codes and scales of a parameter. Only their bytes are read, and those of their own expert."""
         stored = self._coded(origin)
         first, piece = _first(origin)
-        return _coded_piece(stored, stored.codes.read(first), stored.scales.read(first), piece)
+        return _coded_piece(stored, (tensor.read(first) for tensor in stored.tensors), piece)
 
     def codes_without_bytes(self, origin: Origin) -> CodedWeight:
         """Codes and scales of a parameter on ``meta``. Raises ContractError for a piece that cuts a block."""
         stored = self._coded(origin)
-        return _coded_piece(stored, stored.codes.without_bytes(), stored.scales.without_bytes(), origin)
+        return _coded_piece(stored, (tensor.without_bytes() for tensor in stored.tensors), origin)
 
     def format(self, origin: Origin) -> CodeFormat | None:
         """Format of a parameter that is stored as codes; None: it is stored as values."""
@@ -294,14 +337,22 @@ class Folder:
                 continue
             if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in tensors:
                 continue
+            if _belongs_to_nvfp4(name, tensors):
+                continue
             if scales is not None:
                 yield from self._fp8(name, plain, scales)
+            elif plain.dtype is torch.float8_e4m3fn and name.endswith(".weight_scale"):
+                packed = f"{name.removesuffix('_scale')}_packed"
+                self._tell(f"{self.path}: {name} is FP8 and has no codes {packed}.", "Download the folder again.")
             elif plain.dtype is torch.float8_e4m3fn:
                 self._tell(f"{self.path}: {name} is FP8 and has no {name}_scale_inv.", "Download the folder again.")
+            elif name.endswith(".weight_packed"):
+                yield from self._nvfp4(name.removesuffix("_packed"), plain, tensors)
             elif name.endswith("_blocks"):
                 yield from self._mxfp4(name.removesuffix("_blocks"), plain, tensors)
             elif plain.dtype is torch.uint8:
-                self._tell(f"{self.path}: {name} is packed in an unknown way.", "Use a folder in bf16, FP8 or MXFP4.")
+                fix = "Use a folder in bf16, FP8, MXFP4, or NVFP4 of compressed-tensors."
+                self._tell(f"{self.path}: {name} is packed in an unknown way.", fix)
             else:
                 yield name, plain
 
@@ -328,6 +379,40 @@ class Folder:
             self._tell(what, "Use a folder whose MXFP4 weights are in bytes (U8).")
         else:
             yield name, Mxfp4(codes, scales)
+
+    def _nvfp4(self, name: str, codes: Plain, tensors: Mapping[str, Plain]) -> Iterable[tuple[str, Stored]]:
+        scales, divisor = tensors.get(f"{name}_scale"), tensors.get(f"{name}_global_scale")
+        if scales is None or divisor is None:
+            lacks = [own for own in (f"{name}_scale", f"{name}_global_scale") if own not in tensors]
+            what = f"{self.path}: {name}_packed has no {' and no '.join(lacks)}."
+            self._tell(what, "Use a folder in NVFP4 (nvfp4-pack-quantized), or download it again.")
+            return
+        if codes.dtype is not torch.uint8 or len(codes.shape) != 2:
+            what = f"{self.path}: {name}_packed is {codes.dtype} of shape {codes.shape}."
+            self._tell(what, "Use a folder whose NVFP4 weights are matrices of bytes (U8), each expert's of its own.")
+            return
+        out_dim, pairs = codes.shape
+        shape = NVFP4.shape_of_scales((out_dim, 2 * pairs))
+        if 2 * pairs % NVFP4.columns or scales.shape != shape or scales.dtype is not NVFP4.scale_dtype:
+            what = f"{self.path}: {name}_scale is {scales.dtype} of shape {scales.shape}, and its codes {codes.shape}."
+            self._tell(what, "Use a folder with one scale in E4M3 for each 16 values of a row.")
+        elif divisor.shape != (1,) or divisor.dtype is not NVFP4.divisor_dtype:
+            what = f"{self.path}: {name}_global_scale is {divisor.dtype} of shape {divisor.shape}."
+            self._tell(what, "Use a folder with one number in fp32 for each weight, of shape (1,).")
+        else:
+            yield name, Nvfp4(codes, scales, divisor)
+
+
+def _belongs_to_nvfp4(name: str, tensors: Mapping[str, Plain]) -> bool:
+    """Whether a tensor belongs to codes in NVFP4: their scales, or that of inputs, which no recipe of ours reads."""
+    owner, _, leaf = name.rpartition(".")
+    return leaf in ("weight_scale", "weight_global_scale", "input_global_scale") and f"{owner}.weight_packed" in tensors
+
+
+def _twice(name: str, *stored: Stored) -> str:
+    """How a tensor is stored twice."""
+    formats = (each.format for each in stored if isinstance(each, Coded))
+    return f"{' and '.join(f'in {form.name}, as {name}{SUFFIXES[form]}' for form in formats)}, and as it is"
 
 
 @final

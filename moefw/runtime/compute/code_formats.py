@@ -19,17 +19,20 @@ ROWS_AT_A_TIME: Final = 128
 
 @frozen(kw_only=True)
 class Part:
-    """A tensor of a format, codes or scales: an element for each block of ``rows`` by ``columns`` of a matrix."""
+    """A tensor of a format, codes or scales: an element for each block of ``rows`` by ``columns`` of a matrix.
+
+    ``columns`` None: all of them.
+    """
 
     name: str
     rows: int = 1
-    columns: int
+    columns: int | None
     dtype: torch.dtype
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of this part of a weight ``(..., O, I)``. A last block may be smaller."""
         *leading, out_dim, in_dim = shape
-        return *leading, -(-out_dim // self.rows), -(-in_dim // self.columns)
+        return *leading, -(-out_dim // self.rows), 1 if self.columns is None else -(-in_dim // self.columns)
 
 
 @frozen(kw_only=True)
@@ -37,7 +40,9 @@ class CodeFormat:
     """A format of codes. ``rows`` and ``columns``: the block of a matrix that shares a scale.
 
     ``codes_per_element``: the number of codes, neighbours along a row, in an element of the tensor of codes.
-    ``decode`` returns values, bf16, of codes and scales.
+    ``divisor_dtype``: the dtype of the number that divides the scales of a row; None: there is none. It is one for a
+    matrix in a folder, and here one for each row, so that matrices may be cut and stacked. ``decode`` returns values,
+    bf16, of the parts.
     """
 
     name: str
@@ -47,13 +52,16 @@ class CodeFormat:
     code_dtype: torch.dtype
     scale_dtype: torch.dtype
     decode: Callable[..., Tensor]
+    divisor_dtype: torch.dtype | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The tensors that a weight consists of, codes first, as ``decode`` takes them."""
         codes = Part(name="codes", columns=self.codes_per_element, dtype=self.code_dtype)
         scales = Part(name="scales", rows=self.rows, columns=self.columns, dtype=self.scale_dtype)
-        return codes, scales
+        if self.divisor_dtype is None:
+            return codes, scales
+        return codes, scales, Part(name="divisors", columns=None, dtype=self.divisor_dtype)
 
     def shape_of_codes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the codes of a weight ``(..., O, I)``."""
@@ -79,12 +87,28 @@ def _decode_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     values = torch.empty(shape, dtype=torch.bfloat16, device=codes.device)
     for start in range(0, shape[-2], ROWS_AT_A_TIME):
-        pairs = codes[..., start : start + ROWS_AT_A_TIME, :]
-        exponents = scales[..., start : start + ROWS_AT_A_TIME, :].int() - 127
-        numbers = torch.stack([_e2m1(pairs & 15), _e2m1(pairs >> 4)], dim=-1)
-        blocks = numbers.view(*exponents.shape, MXFP4.columns)
-        values[..., start : start + ROWS_AT_A_TIME, :] = torch.ldexp(blocks, exponents.unsqueeze(-1)).flatten(-2)
+        rows = slice(start, start + ROWS_AT_A_TIME)
+        exponents = scales[..., rows, :].int() - 127
+        blocks = _numbers(codes[..., rows, :]).view(*exponents.shape, MXFP4.columns)
+        values[..., rows, :] = torch.ldexp(blocks, exponents.unsqueeze(-1)).flatten(-2)
     return values
+
+
+def _decode_nvfp4(codes: Tensor, scales: Tensor, divisors: Tensor) -> Tensor:
+    """``code * (scale / divisor)`` in fp32, rounded once, as ``compressed-tensors`` 0.20 computes it."""
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+    values = torch.empty(shape, dtype=torch.bfloat16, device=codes.device)
+    for start in range(0, shape[-2], ROWS_AT_A_TIME):
+        rows = slice(start, start + ROWS_AT_A_TIME)
+        of_blocks = scales[..., rows, :].float() / divisors[..., rows, :]
+        blocks = _numbers(codes[..., rows, :]).view(*of_blocks.shape, NVFP4.columns)
+        values[..., rows, :] = blocks.mul_(of_blocks.unsqueeze(-1)).flatten(-2)
+    return values
+
+
+def _numbers(pairs: Tensor) -> Tensor:
+    """Numbers ``(..., 2 C)``, fp32, of bytes ``(..., C)`` that have two codes each, the lower one first."""
+    return torch.stack([_e2m1(pairs & 15), _e2m1(pairs >> 4)], dim=-1).flatten(-2)
 
 
 def _e2m1(codes: Tensor) -> Tensor:
@@ -118,3 +142,15 @@ MXFP4: Final = CodeFormat(
     decode=_decode_mxfp4,
 )
 """E2M1, a scale for 32 values of a row, an exponent plus 127 (OCP MX 1.0). Two codes in a byte, the lower one first."""
+NVFP4: Final = CodeFormat(
+    name="NVFP4",
+    rows=1,
+    columns=16,
+    codes_per_element=2,
+    code_dtype=torch.uint8,
+    scale_dtype=torch.float8_e4m3fn,
+    divisor_dtype=torch.float32,
+    decode=_decode_nvfp4,
+)
+"""E2M1, a scale in E4M3 for 16 values of a row, and a number in fp32 that divides the scales of a matrix
+(``nvfp4-pack-quantized`` of ``compressed-tensors``). Two codes in a byte, the lower one first."""

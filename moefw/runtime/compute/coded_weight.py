@@ -133,6 +133,9 @@ def _slice(
     cut = []
     for part, tensor in zip(weight.format.parts, weight.parts, strict=True):
         block = {weight.ndim - 2: part.rows, weight.ndim - 1: part.columns}.get(dim, 1)
+        if block is None:  # an element belongs to a whole row, and so to any piece of it
+            cut.append(tensor)
+            continue
         ends_in_a_block = stop % block and stop != size
         if step != 1 or begin % block or ends_in_a_block:
             shape = (*weight.shape[:dim], stop - begin, *weight.shape[dim + 1 :])
