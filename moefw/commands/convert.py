@@ -35,8 +35,8 @@ def import_(folder: str, run: str) -> int:
 @click.argument("folder", type=click.Path())
 @click.option(
     "--dtype",
-    type=click.Choice(["bf16", "fp32", "fp8", "mxfp4"]),
-    help="How the folder holds weights: by default bf16. In fp8 and mxfp4, what has not trained is copied.",
+    type=click.Choice(["bf16", "fp32", "fp8", "mxfp4", "nvfp4"]),
+    help="How the folder holds weights: by default bf16. In the others, what has not trained is copied.",
 )
 @click.option(
     "--adapter",

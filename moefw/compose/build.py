@@ -432,7 +432,7 @@ def build_model(
         build,
         frozen,
         Path(train.weights or ""),
-        sharded_sides=sharded_sides(layout) if train.frozen_weights == "as_stored" else None,
+        as_stored=train.frozen_weights == "as_stored",
     )
 
 

@@ -8,7 +8,7 @@ parameters of both are numbered as they come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from moefw.core.errors import ContractError, Problem, SpecError
-from moefw.core.records import Canonical, Side
+from moefw.core.records import Canonical
 from moefw.models.embedding import Embedding
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import family_of
@@ -28,7 +28,7 @@ from moefw.models.huggingface.origins import Origin, origins_of
 from moefw.runtime.compute.code_formats import CodeFormat
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.modules import Linear
-from moefw.runtime.naming import by_parameter, expert_parameters
+from moefw.runtime.naming import by_parameter
 
 Form = torch.dtype | CodeFormat
 """The dtype of the values of a frozen parameter, or the format of the codes as which it is held."""
@@ -41,21 +41,20 @@ def built_with_frozen(
     patterns: Sequence[str],
     weights: Path,
     *,
-    sharded_sides: Collection[Side] | None,
+    as_stored: bool,
 ) -> nn.Module:
     """Model from ``build``, in which the parameters whose canonical names match are frozen.
 
     ``build_without_memory`` makes the same parameters in the same order on ``meta``, sharded by nothing. ``weights``:
-    the folder as which they are held, as values unless ``sharded_sides`` is given: the sides whose parameters FSDP
-    shards, which cannot be codes. Raises SpecError for patterns that would freeze a part of a parameter, and for codes
-    that a rank cannot hold.
+    the folder as which they are held, as values or, ``as_stored``, as its codes. Raises SpecError for patterns that
+    would freeze a part of a parameter, and for codes that a rank cannot hold.
     """
     with _numbered() as numbers:
         model = build_without_memory()
     pieces = _frozen_pieces(model, patterns)
     forms = _dtypes(pieces, weights)
-    if sharded_sides is not None:
-        forms |= _formats(model, pieces, weights, sharded_sides)
+    if as_stored:
+        forms |= _formats(model, pieces, weights)
     by_number = {
         numbers[module, key]: forms[parameter]
         for module in model.modules()
@@ -145,16 +144,13 @@ def _dtypes(frozen: Pieces, weights: Path) -> dict[nn.Parameter, Form]:
     return dtypes
 
 
-def _formats(
-    model: nn.Module, frozen: Pieces, weights: Path, sharded_sides: Collection[Side]
-) -> dict[nn.Parameter, Form]:
+def _formats(model: nn.Module, frozen: Pieces, weights: Path) -> dict[nn.Parameter, Form]:
     """Formats of the frozen parameters that the folder has as codes. Raises SpecError for those that cannot be held."""
     if not weights.is_dir():
         what = f"train.frozen_weights: as_stored holds weights as train.weights has them, and {weights} is no folder."
         raise SpecError(what, f"Bring the folder, {DECODE}")
     folder = Folder(weights)
     origin_of = _origins(folder)
-    sharded = _sharded_parameters(model, sharded_sides)
     looked_up = {module.weight for module in model.modules() if isinstance(module, Embedding)}
     computed_rows = _computed_rows(model)
     formats: dict[nn.Parameter, Form] = {}
@@ -170,9 +166,6 @@ def _formats(
         if others:
             what = f"{weights} has {in_form[0]} in {form.name} and {others[0]} not, which are one parameter."
             problems.append(Problem(what, "Use train.frozen_weights: decoded."))
-        elif parameter in sharded:
-            what = f"{in_form[0]} is held as codes (train.frozen_weights: as_stored), and parallel.*.shard shards it."
-            problems.append(Problem(what, f"Leave out shard, {DECODE}"))
         elif parameter in looked_up:
             what = f"{weights} has {in_form[0]} in {form.name}, and its rows are looked up, not multiplied."
             problems.append(Problem(what, "Use train.frozen_weights: decoded."))
@@ -210,12 +203,6 @@ def _computed_rows(model: nn.Module) -> dict[nn.Parameter, slice]:
     """The only rows that are computed here, of the weights of which a rank holds more."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     return {linear.weight: linear.rows for linear in linears if linear.rows is not None}
-
-
-def _sharded_parameters(model: nn.Module, sides: Collection[Side]) -> set[nn.Parameter]:
-    """Parameters of these sides of a model."""
-    experts = expert_parameters(model)
-    return {parameter for parameter in model.parameters() if ("experts" if parameter in experts else "dense") in sides}
 
 
 def _origins(folder: Folder) -> Callable[[str], Origin | None]:

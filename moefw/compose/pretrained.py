@@ -132,12 +132,12 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     """Model in a Hugging Face folder, in training mode. Collective in an initialised world.
 
     ``sections``: those of a spec, such as ``precision={"use": "bf16"}`` or ``parallel={"experts": {"ep": 8}}``.
-    Parameters are fp32; FP8 and MXFP4 are read as bf16. With ``adapter={"use": "lora"}`` these are frozen, and held in
-    the dtype of the folder, or with ``train={"frozen_weights": "as_stored"}`` as its codes, and new adapters train
-    beside them. Each rank reads its own experts. Raises SpecError for a configuration that is not supported, or codes
-    that a rank cannot hold, PlanError for sections that do not fit, and CheckpointError for tensors that are damaged,
-    not finite, missing, left over or of another shape. A model that cannot be trained may still compute: a router whose
-    weights are always 1 (top-1, normalised) gets no gradient from them, here as in ``transformers``.
+    Parameters are fp32; FP8, MXFP4 and NVFP4 are read as bf16. With ``adapter={"use": "lora"}`` these are frozen, and
+    held in the dtype of the folder, or with ``train={"frozen_weights": "as_stored"}`` as its codes, and new adapters
+    train beside them. Each rank reads its own experts. Raises SpecError for a configuration that is not supported, or
+    codes that a rank cannot hold, PlanError for sections that do not fit, and CheckpointError for tensors that are
+    damaged, not finite, missing, left over or of another shape. A model that cannot be trained may still compute: a
+    router whose weights are always 1 (top-1, normalised) gets no gradient from them, here as in ``transformers``.
     """
     root = Path(path)
     if not root.is_dir():
@@ -188,10 +188,10 @@ def read_weights(
 def save_pretrained(model: Pretrained, path: str | Path) -> None:
     """Write a folder that ``transformers`` loads: each tensor as it was named, with its dtype. Collective.
 
-    What was FP8 or MXFP4 is written as bf16. Adapters are merged into their weights. The tokenizer's files are handed
-    on. Raises PlanError if ranks shard adapters and weights, and CheckpointError on every rank if the folder is there
-    and holds something, if one rank cannot write, or with all parameters that hold NaN or infinity. The folder appears
-    whole or not at all.
+    What was FP8, MXFP4 or NVFP4 is written as bf16. Adapters are merged into their weights. The tokenizer's files are
+    handed on. Raises PlanError if ranks shard adapters and weights, and CheckpointError on every rank if the folder is
+    there and holds something, if one rank cannot write, or with all parameters that hold NaN or infinity. The folder
+    appears whole or not at all.
     """
     leads = model.layout.rank == 0
     source = model.source

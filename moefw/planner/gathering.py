@@ -20,6 +20,8 @@ from moefw.core.records import Side
 from moefw.planner.operations import Operations
 from moefw.recording.recorder import GATHERED, GRADIENTS, PARAMETERS, Recorder
 from moefw.runtime.accounting import done_for_step, made_for_step
+from moefw.runtime.compute.coded_share import Sharing
+from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.compute.primary_weights import GatheredWeight
 from moefw.runtime.compute.weights import StepWeights
 from moefw.runtime.memory.dropped import in_backward
@@ -213,6 +215,10 @@ class Unit:
 
     def _gathered(self, sharded: _Sharded) -> nn.Parameter:
         """Replace a parameter by one as it is gathered, and count its bytes."""
+        if isinstance(sharded.parameter, CodedWeight):  # it is gathered as it is stored
+            sharing = Sharing(sharded.parameter.format, sharded.parameter.shape, self.shards)
+            self._nbytes += self.shards * sharing.bytes_of_share
+            return sharded.parameter
         dim = self._dim(sharded)
         stored = sharded.parameter.detach()
         value: Tensor

@@ -27,6 +27,7 @@ from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.places import OUTSIDE, Place
 from moefw.recording.recorder import GATHERED, Recorder
+from moefw.runtime.compute.coded_share import Sharing
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.parallel.gradients import SMALL, Family, Gradients
 from moefw.runtime.pipeline.timeline import most_in_flight
@@ -154,7 +155,7 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
     elements = {parameter: prod(batch.stored(parameter)) for parameter in model.parameters()}
     # A master is fp32, in whichever dtype it is gathered. A frozen parameter has none.
     masters = {parameter: FP32 * count for parameter, count in elements.items() if parameter.requires_grad}
-    frozen = sum(_frozen_bytes(parameter, elements[parameter]) for parameter in elements.keys() - masters.keys())
+    frozen = sum(_frozen_bytes(batch, parameter) for parameter in elements.keys() - masters.keys())
     summed_together = sum(_summed_together(family, layout, masters) for family in Gradients(model, layout).families)
     # The update needs the gradients of what this rank stores, in fp32, where micro-batches add up in another dtype or
     # in whole parameters. Gradients are added up over ranks before the optimizer allocates, so only the larger counts.
@@ -179,9 +180,11 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
     )
 
 
-def _frozen_bytes(parameter: nn.Parameter, elements: int) -> int:
-    """Bytes of a frozen parameter of which a rank stores ``elements``: all of them, if it is held as codes."""
-    return parameter.bytes_held if isinstance(parameter, CodedWeight) else parameter.itemsize * elements
+def _frozen_bytes(batch: MicroBatch, parameter: nn.Parameter) -> int:
+    """Bytes of what this rank stores of a frozen parameter."""
+    if not isinstance(parameter, CodedWeight):
+        return parameter.itemsize * prod(batch.stored(parameter))
+    return Sharing(parameter.format, parameter.shape, batch.num_sharing(parameter)).bytes_of_share
 
 
 def _summed_together(family: Family, layout: Layout, masters: Mapping[nn.Parameter, int]) -> int:

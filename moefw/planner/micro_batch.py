@@ -124,6 +124,10 @@ class MicroBatch:
             return parameter.shape
         return self.sharding.shards.get(parameter, parameter.shape)
 
+    def num_sharing(self, parameter: nn.Parameter) -> int:
+        """Number of ranks that share a parameter."""
+        return next((unit.shards for unit in self.units if any(own is parameter for own in unit.parameters)), 1)
+
     @contextmanager
     def weights_shared(self) -> Iterator[None]:
         """Enter the block in which micro-batches share the operands of weights that are not gathered."""

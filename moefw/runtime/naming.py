@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.contracts import ExpertGemm, Meter, Named, Stateful
 from moefw.core.records import Canonical, Shard, Side
-from moefw.runtime.compute.coded_weight import CodedWeight
-from moefw.runtime.parallel.local_shards import all_of
+from moefw.runtime.parallel.local_shards import all_of, is_held_as_codes
 
 
 def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
@@ -119,10 +118,10 @@ def _initialise(
     parameters: Iterable[tuple[nn.Parameter, Sequence[Canonical]]], seed: int, std: Callable[[str], float | None]
 ) -> None:
     for parameter, pieces in parameters:
-        if isinstance(parameter, CodedWeight):
-            parameter.zero_()  # the folder alone has its codes
-            continue
         with all_of(parameter) as values:
+            if is_held_as_codes(parameter):
+                values.zero_()  # the folder alone has its codes
+                continue
             for piece in pieces:
                 deviation = piece.adapter_std if piece.of_adapter else std(piece.name)
                 _draw(piece, piece.of(values), seed, deviation)

@@ -33,11 +33,11 @@ from moefw.training.checkpoint.base import base_of, require_same_base
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.manifest import Damage, Manifest, read_manifest
 from moefw.training.checkpoint.shards import opened
-from moefw.training.exporting_base import Base
+from moefw.training.exporting_base import Base, Merged
 from moefw.training.exporting_codes import CodedTensors
 
 Tree = Mapping[str, Any]
-Form = Literal["bf16", "fp32", "fp8", "mxfp4"]
+Form = Literal["bf16", "fp32", "fp8", "mxfp4", "nvfp4"]
 """How a folder holds weights: as values of a dtype, or some of them as codes and the others in bf16."""
 OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coeff", "mtp_layers", "num_dense_layers")
 """Options of a model that do not change what it computes, or that are compared in another form."""
@@ -99,22 +99,15 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, form: Form) -> Ex
                 return values
 
             def write(name: str, values: Tensor) -> None:
-                if coded is not None and name in coded:
-                    coded.encode(name, values, written.tensors)
-                    return
                 origin = origins[name]
                 as_written(name.split("/", 1)[1], origin.of(written.tensors[origin.name]).copy_(values))
 
-            merged = set()
-            for adapted in base.adapted:
-                for name, values in adapted.merged(lambda name: read(f"model/{name}")).items():
-                    write(f"model/{name}", values)
-                    merged.add(f"model/{name}")
-            for name in origins.keys() - merged:
-                if coded is not None and coded.copies(name):
-                    coded.copy(name, written.tensors)
-                else:
-                    write(name, read(name))
+            weights = Merged(base, read)
+            if coded is not None:
+                coded.write(weights, written.tensors)
+            for name in sorted(origins):
+                if coded is None or name not in coded:
+                    write(name, weights(name))
         written.flush()
     return Exported(family, () if coded is None else tuple(coded.told()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -34,8 +34,8 @@ class Base:
         """The shape of each frozen weight."""
         self.of_adapters: set[str] = set()
         """The names of what belongs to adapters."""
-        self.adapted: Sequence[MergeableWeight] = ()
-        """The weights with adapters."""
+        self.adapted: Mapping[str, MergeableWeight] = {}
+        """By the name of each weight that has adapters, what it is merged in."""
         self.config: Mapping[str, Any] = {}
         """The configuration of the folder."""
         self._origins: Mapping[str, Origin] = {}
@@ -49,7 +49,7 @@ class Base:
         self._origins, _ = placed(model, self._folder, rules, num_experts=assembly.site.dims.num_experts)
         frozen = {piece.name for piece in canonical_parameters(model) if not piece.parameter.requires_grad}
         self.of_adapters = {f"model/{piece.name}" for piece in canonical_parameters(model) if piece.of_adapter}
-        self.adapted = [*mergeable_weights(model)]
+        self.adapted = {f"model/{name}": adapted for adapted in mergeable_weights(model) for name in adapted.rows}
         self.shapes = {f"model/{name}": shape for name, shape in wanted(model) if name in frozen}
 
     @property
@@ -78,5 +78,30 @@ class Base:
         """Codes and scales of a weight that is coded."""
         return self._folder.read_codes(self._origin(name))
 
+    def input_scale(self, name: str) -> Tensor | None:
+        """Scale of the rows that a weight multiplies; None: the folder has none."""
+        return self._folder.input_scale(self._origin(name)) if self.holds(name) else None
+
     def _origin(self, name: str) -> Origin:
         return self._origins[name.removeprefix("model/")]
+
+
+@final
+class Merged:
+    """Weights of a run with its adapters merged. Called with the name of one, it returns its values."""
+
+    def __init__(self, base: Base, read: Callable[[str], Tensor]) -> None:
+        """``read`` returns what is saved, or the base has, under a name."""
+        self._adapted = base.adapted
+        self._read = read
+        self._last: tuple[MergeableWeight, Mapping[str, Tensor]] | None = None
+        """What was merged last: gate and up of an expert are merged together, and asked for one after the other."""
+
+    def __call__(self, name: str) -> Tensor:
+        """Values of a weight."""
+        adapted = self._adapted.get(name)
+        if adapted is None:
+            return self._read(name)
+        if self._last is None or self._last[0] is not adapted:
+            self._last = adapted, adapted.merged(lambda own: self._read(f"model/{own}"))
+        return self._last[1][name.removeprefix("model/")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.codings import Coding
-from moefw.models.huggingface.folder import Description, coded_piece
+from moefw.models.huggingface.folder import Description, Nvfp4, coded_piece, write_piece
 from moefw.models.huggingface.origins import Origin
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.training.exporting_base import Base
@@ -61,6 +61,8 @@ class CodedTensors:
         self._as_in_base = base.format is self._format
         self._weights = {name for name, origin in origins.items() if self._becomes_codes(name, origin)}
         self._copied: set[str] = set()
+        self._apart: set[str] = set()
+        """What servers join and is encoded in part, and copied in part."""
         self._by_rounding: dict[str, Movement] = {}
         self._by_training = Movement()
         self._cut_short = {origins[name].name for name in self._weights if self._cuts_blocks(shapes[name])}
@@ -98,7 +100,14 @@ class CodedTensors:
         for name in self._base.shapes.keys() - self._weights:
             tensor = self._origins[name].name
             described[tensor] = (self._base.dtype(name), described[tensor][1])
-        return described
+        return described | {name: (scale.dtype, tuple(scale.shape)) for name, scale in self._input_scales()}
+
+    def _input_scales(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the scales of rows that the base has beside its codes, by the names of their tensors."""
+        for name in self._weights if self._as_in_base else ():
+            scale = self._base.input_scale(name)
+            if scale is not None:
+                yield Nvfp4.name_of_input_scale(self._origins[name].name), scale
 
     def config(self, described: Mapping[str, Description]) -> Any:
         """``quantization_config`` of the folder."""
@@ -109,28 +118,50 @@ class CodedTensors:
         modules = sorted(name.removesuffix(".weight") for name in matrices if name not in coded)
         return self._coding.config([module for module in modules if not module.endswith("embed_tokens")])
 
-    def copies(self, name: str) -> bool:
-        """Whether the codes of the base are to be copied for a weight that has not trained."""
-        return name in self._weights and self._as_in_base and name in self._base.shapes
+    def write(self, weights: Callable[[str], Tensor], tensors: Mapping[str, Tensor]) -> None:
+        """Write all codes into the ``tensors`` of the folder. ``weights`` returns the values of one, given its name."""
+        together: dict[str, list[str]] = {}
+        for name in sorted(self._weights):
+            if self._has_trained(name):
+                together.setdefault(self._joined(name), []).append(name)
+            else:
+                write_piece(self._place(name, tensors), self._base.read_codes(name))
+                self._copied.add(name)
+        for names in together.values():
+            self._encode({name: weights(name) for name in names}, tensors)
+        for tensor, scale in self._input_scales():
+            tensors[tensor].copy_(scale)
+        self._apart = {self._joined(name) for name in self._copied} & together.keys()
 
-    def copy(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the codes of a weight from the base into the ``tensors`` of the folder."""
-        self._place(name, tensors).copy_(self._base.read_codes(name))
-        self._copied.add(name)
+    def _has_trained(self, name: str) -> bool:
+        """Whether the codes of the base, if it has some, are no longer those of a weight."""
+        return not self._as_in_base or name not in self._base.shapes or name in self._base.adapted
 
-    def encode(self, name: str, values: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Write ``values`` of a weight as codes into the ``tensors`` of the folder."""
-        codes = CodedWeight(*self._format.encode(values), self._format)
-        self._place(name, tensors).copy_(codes)
-        values = values.float()
-        self._by_rounding.setdefault(self._origins[name].name, Movement()).add(values, codes.values().float())
+    def _joined(self, name: str) -> str:
+        """What a weight is encoded with, which is itself in most formats."""
+        return self._coding.joined(self._origins[name].name) if self._coding.joins else name
+
+    def _encode(self, values: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        """Encode weights together, one below the other."""
+        whole = torch.cat([*values.values()])
+        codes = CodedWeight(self._format.encode(whole), self._format)
+        first = 0
+        for name, weight in values.items():
+            rows = codes[first : first + len(weight)]
+            assert isinstance(rows, CodedWeight)
+            first += len(weight)
+            write_piece(self._place(name, tensors), rows)
+            self._measure(name, weight.float(), rows.values().float())
+
+    def _measure(self, name: str, weight: Tensor, encoded: Tensor) -> None:
+        self._by_rounding.setdefault(self._origins[name].name, Movement()).add(weight, encoded)
         if self._base.holds(name):
-            self._by_training.add(self._base.read(name).float(), values)
+            self._by_training.add(self._base.read(name).float(), weight)
 
     def _place(self, name: str, tensors: Mapping[str, Tensor]) -> CodedWeight:
         origin = self._origins[name]
-        codes, scales = (tensors[stored] for stored in self._coding.stored.names(origin.name))
-        return coded_piece(self._coding.stored, codes, scales, origin)
+        stored = self._coding.stored
+        return coded_piece(stored, [tensors[part] for part in stored.names(origin.name)], origin)
 
     def told(self) -> Iterator[str]:
         """Yield in lines what has been copied and encoded, and how far that moved the weights."""
@@ -151,3 +182,7 @@ class CodedTensors:
             few = ", ".join(sorted(self._cut_short)[:MOST])
             more = f" and {len(self._cut_short) - MOST} more" if len(self._cut_short) > MOST else ""
             yield f"blocks are cut short in {few}{more}: transformers 5.24 decodes these wrongly"
+        if self._apart:
+            yield f"only a part of what servers join has trained: {len(self._apart)} have several global scales"
+        if self._coding.stored is Nvfp4:
+            yield "compressed-tensors 0.20 decodes all of it; transformers 5.24 loses a scale of experts"

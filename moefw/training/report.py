@@ -15,7 +15,7 @@ from rich.console import Console
 
 from moefw.core.data import DataSource
 from moefw.core.errors import DataError, printable
-from moefw.runtime.parallel.local_shards import local
+from moefw.runtime.parallel.local_shards import num_stored
 from moefw.runtime.windows import masks_losses
 from moefw.system.files import replaced_file
 from moefw.system.stamps import stamp
@@ -41,7 +41,7 @@ def introduce(session: Session, parameters: Parameters, start: int, changes: Seq
     """Print the sizes and device of the run, what of the model trains if not all does, the first step, and the
     ``changes`` in the spec of a resumed run.
     """
-    held = sum(local(parameter).numel() for parameter in session.model.parameters())
+    held = sum(num_stored(parameter) for parameter in session.model.parameters())
     sizes = " ".join(f"{axis}={size}" for axis, size in session.layout.plan.sizes.items() if size > 1)
     ranks = f"{session.layout.plan.world} ranks ({sizes})" if sizes else "1 rank"
     say(console, f"{ranks} on {session.device.type}, {held / 1e6:.1f} M parameters on rank 0")

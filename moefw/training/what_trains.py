@@ -11,7 +11,7 @@ from moefw.core.errors import Problem, SpecError, nearest
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.naming import canonical_parameters
 from moefw.runtime.parallel.holders import holdings
-from moefw.runtime.parallel.local_shards import local
+from moefw.runtime.parallel.local_shards import num_stored
 from moefw.runtime.parallel.parts import PARTS, part_of_each
 from moefw.training.session import Session
 
@@ -49,7 +49,7 @@ def parameters_of(session: Session) -> Parameters:
     for holding in holdings(session.model):
         numbers = trained if holding.parameter.requires_grad else kept
         # Each rank counts its share of an element, so that the sum over ranks counts the element once.
-        numbers[parts[holding.parameter]] += local(holding.parameter).numel() / holding.num_copies(layout)
+        numbers[parts[holding.parameter]] += num_stored(holding.parameter) / holding.num_copies(layout)
     answers = everywhere([trained, kept], layout.host_group())
     of_all = [{part: round(sum(answer[kind][part] for answer in answers)) for part in PARTS} for kind in (0, 1)]
     return Parameters(trained=of_all[0], frozen=of_all[1])

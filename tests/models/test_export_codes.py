@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moefw
-from coded_folders import save_fp8, save_mxfp4
-from command_here import complaint, moefw_says
+from coded_folders import save_fp8, save_mxfp4, save_nvfp4
+from command_here import moefw_says
 from hf_models import CLASSES, MODELS, SIZES, theirs
-from moefw.runtime.compute.code_formats import FP8, MXFP4, CodeFormat
+from moefw.runtime.compute.code_formats import FP8, MXFP4, NVFP4, CodeFormat
 
 WHOLE: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 128},
@@ -51,18 +51,18 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("form", [FP8, MXFP4], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [FP8, MXFP4, NVFP4], ids=lambda form: form.name)
 def test_what_has_been_decoded_is_encoded_as_almost_the_same_values(form: CodeFormat) -> None:
     values = torch.randn(200, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
-    values[:, :128] *= 1e-6
+    values[:, :128] *= 1e-2 if form is NVFP4 else 1e-6  # scales in E4M3 have a small range
     values[128:, 128:256] = 0.0
     decoded = form.decode(*form.encode(values))
     again = form.decode(*form.encode(decoded))
-    bound = {"FP8": 2.0**-4, "MXFP4": 0.25}[form.name]
+    bound = {"FP8": 2.0**-4, "MXFP4": 0.25, "NVFP4": 0.25}[form.name]
     largest = values.abs().float().unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1)
     assert ((decoded.float() - values.float()).abs() <= bound * largest).all()
     assert not decoded[128:, 128:256].any()
-    torch.testing.assert_close(again, decoded, rtol=2.0**-7 if form is FP8 else 0.0, atol=0.0)
+    torch.testing.assert_close(again, decoded, rtol=0.0 if form is MXFP4 else 2.0**-7, atol=0.0)
 
 
 def test_fp8_codes_reach_the_largest_number_in_each_block() -> None:
@@ -108,6 +108,46 @@ def test_transformers_computes_the_logits_of_codes(family: str, tmp_path: Path) 
     assert not torch.allclose(wanted, unrounded, rtol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
+def test_compressed_tensors_decodes_what_is_written_in_nvfp4(family: str, tmp_path: Path) -> None:
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    widths = {"kv_lora_rank": 112, "q_lora_rank": 32, "v_head_dim": 16}
+    save(family, tmp_path / "in", **(widths if family == "deepseek_v3" else {}))
+    told = exported(tmp_path, "nvfp4")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(said)
+    assert config.format == "nvfp4-pack-quantized"
+    (scheme,) = config.config_groups.values()
+    written, saved = tensors(tmp_path / "out"), canonical(tmp_path, "out")
+    packed = [name.removesuffix(".weight_packed") for name in written if name.endswith(".weight_packed")]
+    assert f"{len(packed)} weights are encoded in NVFP4, once" in told
+    assert not {name for name, tensor in written.items() if tensor.ndim == 2 and tensor.dtype is torch.bfloat16} - {
+        *("model.embed_tokens.weight", "lm_head.weight"),
+        *(f"{module}.weight" for module in config.ignore),
+    }
+    for module in packed:
+        state = {name.removeprefix(f"{module}."): written[name] for name in written if name.startswith(f"{module}.")}
+        theirs = NVFP4PackedCompressor.decompress(state, scheme)["weight"].float()
+        ours = [value for name, value in saved.items() if value.shape == theirs.shape and torch.equal(value, theirs)]
+        assert len(ours) == 1
+
+
+def test_matrices_that_servers_join_have_one_global_scale_in_nvfp4(tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path / "in")
+    exported(tmp_path, "nvfp4")
+    scales = {n: t.item() for n, t in tensors(tmp_path / "out").items() if n.endswith("global_scale")}
+    layer = "model.layers.0"
+    q, k, v, o = (scales[f"{layer}.self_attn.{part}_proj.weight_global_scale"] for part in "qkvo")
+    assert q == k == v != o
+    gate, up, down = (
+        scales[f"{layer}.mlp.experts.0.{part}_proj.weight_global_scale"] for part in ("gate", "up", "down")
+    )
+    assert gate == up != down
+    assert gate != scales[f"{layer}.mlp.experts.1.gate_proj.weight_global_scale"]
+
+
 def test_matrices_of_layers_become_codes_and_nothing_else(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path / "in")
     exported(tmp_path, "fp8")
@@ -151,9 +191,15 @@ def test_adapters_alone_have_no_dtype() -> None:
     [
         ("gpt_oss", "fp8", {}, "no reader takes gpt_oss in fp8: such folders are of deepseek_v3, mixtral,"),
         ("gpt_oss", "fp8", {}, "Use --dtype bf16, mxfp4."),
+        (
+            "qwen3_moe",
+            "nvfp4",
+            {"moe_intermediate_size": 40},
+            "is of a width that is no multiple of 16",
+        ),
         ("qwen3_moe", "mxfp4", {}, "no reader takes qwen3_moe in mxfp4: such folders are of gpt_oss."),
         (
-            *("gpt_oss", "mxfp4", {"intermediate_size": 80, "num_hidden_layers": 1, "layer_types": ["full_attention"]}),
+            *("gpt_oss", "mxfp4", {"intermediate_size": 80}),
             "model.layers.0.mlp.experts.down_proj is of a width that is no multiple of 32, and MXFP4",
         ),
     ],
@@ -163,7 +209,7 @@ def test_what_a_format_cannot_hold_is_refused(
 ) -> None:
     save(family, tmp_path / "in", **sizes)
     moefw_says("convert", "import", tmp_path / "in", tmp_path / "run")
-    told = complaint("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype", form)
+    told = moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype", form, code=2)
     assert says in told
     assert "gate_up_proj" not in told
     assert not (tmp_path / "out").exists()
@@ -194,15 +240,22 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype is other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+SAVED = {"fp8": save_fp8, "nvfp4": save_nvfp4, "mxfp4": lambda family, path: save_mxfp4(path)}
+FORMATS = {"fp8": FP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
+OF_FORMATS = [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "nvfp4")]
+
+
 @pytest.mark.parametrize("frozen", ["as_stored", "decoded"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_what_has_not_trained_leaves_as_it_came_to_the_byte(family: str, frozen: str, tmp_path: Path) -> None:
-    save_mxfp4(tmp_path / "base") if family == "gpt_oss" else save_fp8(family, tmp_path / "base")
+@pytest.mark.parametrize(("family", "form"), OF_FORMATS)
+def test_what_has_not_trained_leaves_as_it_came_to_the_byte(
+    family: str, form: str, frozen: str, tmp_path: Path
+) -> None:
+    SAVED[form](family, tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
-    said = {"quant_method": FORMS[family], "modules_to_not_convert": ["lm_head", "its own"]}
+    said = {"quant_method": form, "modules_to_not_convert": ["lm_head", "its own"]}
     (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
     tuned(tmp_path, ["moe.experts.down_proj"], frozen_weights=frozen)
-    told = moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype", FORMS[family])
+    told = moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype", form)
     before, after = tensors(tmp_path / "base"), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     changed = {name for name in before if not same(before[name], after[name])}
@@ -210,24 +263,27 @@ def test_what_has_not_trained_leaves_as_it_came_to_the_byte(family: str, frozen:
     assert all("down_proj" in name for name in changed)
     assert "have not trained: their" in told
     assert "training has moved them by" in told
+    assert "what servers join" not in told
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == said
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_adapters_are_merged_into_codes_by_one_rounding_whose_size_is_told(family: str, tmp_path: Path) -> None:
-    save_mxfp4(tmp_path / "base") if family == "gpt_oss" else save_fp8(family, tmp_path / "base")
+@pytest.mark.parametrize(("family", "form"), OF_FORMATS[:2])
+def test_adapters_are_merged_into_codes_by_one_rounding_whose_size_is_told(
+    family: str, form: str, tmp_path: Path
+) -> None:
+    SAVED[form](family, tmp_path / "base")
     tuned(tmp_path, ["moe.experts.gate_up_proj"])
-    told = moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype", FORMS[family])
+    told = moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype", form)
     moefw_says("convert", "export", tmp_path / "run", tmp_path / "whole", "--dtype", "fp32")
-    form = MXFP4 if family == "gpt_oss" else FP8
+    codes = FORMATS[form]
     found, merged, base = (canonical(tmp_path, at) for at in ("out", "whole", "base"))
     names = [name for name in base if re.search(r"experts\.\d+\.(gate|up)_proj\.weight", name)]
     assert len(names) == 2 * 2 * 4
     for name in names:
-        assert torch.equal(found[name], form.decode(*form.encode(merged[name])).float())
+        assert torch.equal(found[name], codes.decode(*codes.encode(merged[name])).float())
     rounding = ratio([found[name] - merged[name] for name in names], [merged[name] for name in names])
     training = ratio([merged[name] - base[name] for name in names], [base[name] for name in names])
-    assert f"{len(names)} weights are encoded in {form.name}, once" in told
+    assert f"{len(names)} weights are encoded in {codes.name}, once" in told
     assert f"rounding moves them by {rounding:.2%} (root mean square); the most, model.layers." in told
     assert f"training has moved them by {training:.2%}" in told
 
@@ -259,3 +315,10 @@ def test_the_tensors_that_are_codes_are_those_of_the_base(tmp_path: Path) -> Non
     unchanged = {name for name, tensor in stored.items() if same(tensor, after[name])}
     assert unchanged == {"model.norm.weight", *(name for name in stored if "q_proj" in name)}
     assert "2 weights have not trained: their FP8 is copied" in told
+
+
+def test_a_part_of_what_servers_join_is_told_where_it_alone_has_trained(tmp_path: Path) -> None:
+    save_nvfp4("qwen3_moe", tmp_path / "base")
+    tuned(tmp_path, ["attention.q_proj"])
+    told = moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype", "nvfp4")
+    assert "only a part of what servers join has trained: 2 have several global scales" in told

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from coded_folders import nvfp4 as matrix_in_nvfp4
 from command_here import moefw_says
 from hf_models import MODELS, SIZES, tensors_of, theirs
 from moefw.models.huggingface.folder import Folder
@@ -114,11 +115,17 @@ def mxfp4() -> dict[str, Tensor]:
     return {"w_blocks": codes, "w_scales": torch.full((4, 1024, 32), 127, dtype=torch.uint8)}
 
 
-@pytest.mark.parametrize("codes", [fp8, mxfp4])
+def nvfp4() -> dict[str, Tensor]:
+    parts = matrix_in_nvfp4(1024, 1024, torch.Generator())
+    return {f"w.weight{end}": part for end, part in parts.items()}
+
+
+@pytest.mark.parametrize("codes", [fp8, mxfp4, nvfp4])
 def test_codes_become_values_without_a_second_matrix(codes: Callable[[], dict[str, Tensor]], tmp_path: Path) -> None:
     save_file(codes(), tmp_path / "model.safetensors")
     folder = Folder(tmp_path)
     with Held() as counted:
-        values = folder.read(Origin("w", (1,) if len(folder.tensors["w"].shape) == 3 else ()))
+        ((name, stored),) = folder.tensors.items()
+        values = folder.read(Origin(name, (1,) if len(stored.shape) == 3 else ()))
     assert values.shape == (1024, 1024)
     assert counted.most <= 1.1 * 4 * values.numel()

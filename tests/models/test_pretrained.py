@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moefw
+from coded_folders import nvfp4, save_nvfp4
 from command_here import complaint, moefw_says
 from experts_read import experts_read
 from hf_models import MODELS, OWN, SIZES, VOCABULARY, loaded, model_of, same, tensors_of, theirs
@@ -152,6 +153,50 @@ def test_experts_in_mxfp4_become_the_values_of_transformers(tmp_path: Path) -> N
     assert torch.equal(folder.read(piece), piece.of(wanted))
 
 
+def test_weights_in_nvfp4_become_the_values_of_compressed_tensors(tmp_path: Path) -> None:
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    generator = torch.Generator().manual_seed(0)
+    parts = nvfp4(130, 96, generator)
+    parts["_packed"].view(-1)[:256] = torch.arange(256)  # each pair of codes
+    every_scale = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)  # from 0 to 448, and no NaN
+    parts["_scale"].view(-1)[:0x7F] = every_scale
+    tensors = {f"a.weight{end}": part for end, part in parts.items()}
+    save_file({**tensors, "a.input_global_scale": torch.ones(1)}, tmp_path / "model.safetensors")
+    folder = Folder(tmp_path)
+    assert folder.tensors.keys() == {"a.weight"}
+    assert folder.tensors["a.weight"].shape == (130, 96)
+    ours = folder.read(Origin("a.weight"))
+    state = {name.removeprefix("a."): tensor for name, tensor in tensors.items()}
+    theirs = NVFP4PackedCompressor.decompress(state, preset_name_to_scheme("NVFP4A16", ["Linear"]))["weight"]
+    assert ours.dtype is theirs.dtype is torch.bfloat16
+    assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+    coded = folder.read_codes(Origin("a.weight"))
+    assert torch.equal(coded.values(), ours)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
+def test_a_folder_in_nvfp4_is_read_as_its_values(family: str, tmp_path: Path) -> None:
+    save_nvfp4(family, tmp_path / "in")
+    moefw.save_pretrained(moefw.from_pretrained(tmp_path / "in"), tmp_path / "out")
+    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
+    packed = [name.removesuffix("_packed") for name in before if name.endswith("_packed")]
+    assert any(".experts.3." in name for name in packed)
+    assert any("self_attn" in name for name in packed)
+    for name in packed:
+        scale = before[f"{name}_scale"].float() / before[f"{name}_global_scale"]
+        codes = before[f"{name}_packed"]
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        unpacked = numbers[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+        assert torch.equal(after[name], (unpacked * scale.repeat_interleave(16, -1)).bfloat16())
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert same(
+        {name: after[name] for name in before.keys() & after.keys()},
+        {n: before[n] for n in before.keys() & after.keys()},
+    )
+
+
 def test_a_folder_in_fp8_is_written_in_bf16_without_its_quantization(tmp_path: Path) -> None:
     model_of("deepseek_v3", torch.bfloat16).save_pretrained(tmp_path / "in")
     name = "model.layers.0.mlp.gate_proj.weight"
@@ -243,6 +288,19 @@ def blocks_in_fp32(folder: Path) -> None:
     change(folder, lambda tensors: tensors.update(blocks))
 
 
+def in_nvfp4(**changes: Any) -> Callable[[Path], None]:
+    """Add a matrix in NVFP4, some of whose tensors are others; None: missing."""
+    parts = {**nvfp4(32, 32, torch.Generator().manual_seed(0)), **{f"_{end}": part for end, part in changes.items()}}
+    weight = {f"w.weight{end}": part for end, part in parts.items() if part is not None}
+    return lambda folder: change(folder, lambda tensors: tensors.update(weight))
+
+
+def also_in_nvfp4(folder: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    parts = nvfp4(32, 32, torch.Generator().manual_seed(0))
+    change(folder, lambda tensors: tensors.update({f"{name}{end}": part for end, part in parts.items()}))
+
+
 def also_in_another_file(folder: Path) -> None:
     save_file({"model.norm.weight": torch.zeros(32), "lm_head.weight": torch.zeros(62, 32)}, folder / "old.safetensors")
 
@@ -326,6 +384,18 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (blocks_in_fp32, "w_blocks and w_scales are torch.float32 and torch.uint8."),
     (also_in_another_file, "model.safetensors and old.safetensors both hold lm_head.weight and 1 more, and no index"),
     (also_in_mxfp4, "holds model.norm.weight twice: in MXFP4, as model.norm.weight_blocks, and as it is."),
+    (also_in_nvfp4, "q_proj.weight twice: in NVFP4, as model.layers.0.self_attn.q_proj.weight_packed, and as it is."),
+    (in_nvfp4(scale=None), "w.weight_packed has no w.weight_scale."),
+    (in_nvfp4(scale=None, global_scale=None), "has no w.weight_scale and no w.weight_global_scale."),
+    (in_nvfp4(packed=None), "w.weight_scale is FP8 and has no codes w.weight_packed."),
+    (
+        in_nvfp4(packed=torch.zeros(2, 32, 16, dtype=torch.uint8)),
+        "w.weight_packed is torch.uint8 of shape (2, 32, 16).",
+    ),
+    (in_nvfp4(packed=torch.zeros(32, 16)), "w.weight_packed is torch.float32 of shape (32, 16)."),
+    (in_nvfp4(packed=torch.zeros(32, 12, dtype=torch.uint8)), "of shape (32, 2), and its codes (32, 12)."),
+    (in_nvfp4(scale=torch.ones(32, 2, dtype=torch.uint8)), "w.weight_scale is torch.uint8 of shape (32, 2), and"),
+    (in_nvfp4(global_scale=torch.ones(())), "w.weight_global_scale is torch.float32 of shape ()."),
     (
         also_stacked,
         "twice: in model.layers.1.mlp.experts.3.down_proj.weight and in model.layers.1.mlp.experts.down_proj",

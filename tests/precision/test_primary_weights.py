@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gathers import Gathers
 from moefw.compose.machine import lone_site
 from moefw.compose.optimizer import build_optimizer
 from moefw.core.errors import ContractError, MoefwError, PlanError
@@ -183,20 +183,6 @@ def test_checkpoints_are_those_of_fp32_and_resume_bit_for_bit(pool: RankPool, tm
     for one, other in zip(resumed, through, strict=True):
         assert one.results == other.results[2:]
         assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
-
-
-class Gathers(TorchDispatchMode):
-    """Counts the bytes that a rank contributes to all-gathers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            assert "gather" in func.name(), func
-            self.nbytes += args[1].nbytes
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass

@@ -16,20 +16,22 @@ from test_freeze import RECIPES, WAYS, untimed
 from torch import Tensor, nn
 
 import moefw
-from coded_folders import save_fp8, save_mxfp4
+from coded_folders import save_fp8, save_mxfp4, save_nvfp4
 from command_here import moefw_says
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.optimizer import build_optimizer
 from moefw.compose.pretrained import read_weights
 from moefw.core.errors import ContractError, SpecError
+from moefw.core.records import Shard
 from moefw.core.stages import Batch
 from moefw.planner import ledger
 from moefw.runtime.compute.casts import BF16Recipe, FP32Recipe
-from moefw.runtime.compute.code_formats import FP8, MXFP4, CodeFormat
+from moefw.runtime.compute.code_formats import FP8, MXFP4, NVFP4, CodeFormat
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.compute.product import linear
-from moefw.runtime.naming import canonical_parameters, draw
+from moefw.runtime.naming import by_parameter, canonical_parameters, draw
 from moefw.runtime.parallel.holders import holdings
+from moefw.runtime.parallel.local_shards import all_of
 from moefw.testing.pool import RankPool
 from moefw.training.engine import Engine
 from moefw.training.measured import measure
@@ -38,16 +40,17 @@ from resolved_specs import problems_of, resolved
 
 LORA = {"use": "lora", "rank": 8, "alpha": 4.0}
 DORA = {"use": "dora", "rank": 8, "alpha": 4.0}
-FOLDERS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+FOLDERS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "in_nvfp4")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of models in FP8, and of one in MXFP4."""
+    """Folders of models in FP8, of one in MXFP4 and of one in NVFP4."""
     root = tmp_path_factory.mktemp("folders")
     save_fp8("qwen3_moe", root / "qwen3_moe")
     save_fp8("deepseek_v3", root / "deepseek_v3")
     save_mxfp4(root / "gpt_oss")
+    save_nvfp4("qwen3_moe", root / "in_nvfp4")
     return root
 
 
@@ -70,13 +73,19 @@ def opened(folder: Path, form: str, world: int = 1, **parts: Any) -> tuple[nn.Mo
     model = build_model(assembly, layout, device, Shared())
     read_weights(model, folder, assembly, layout.host_group())
     with torch.no_grad():
-        for piece in canonical_parameters(model):
-            if piece.of_adapter:
-                values = piece.of(piece.parameter)
-                whole = draw(piece.name, piece.shard.whole(values.shape) if piece.shard else values.shape, 0.05, seed=1)
-                values.copy_(piece.shard.of(whole) if piece.shard else whole)
+        for parameter, pieces in by_parameter(model):
+            if pieces[0].of_adapter:
+                with all_of(parameter) as values:
+                    for piece in pieces:
+                        randomise(piece.name, piece.of(values), piece.shard)
     optimizer = build_optimizer(assembly, model, layout, device, Shared())
     return model.train(), Engine.of(model, optimizer, layout, assembly.spec.train)
+
+
+def randomise(name: str, factor: Tensor, shard: Shard | None) -> None:
+    """Fill a factor of an adapter, or the part of it that a rank has, with values that its name alone determines."""
+    whole = draw(name, shard.whole(factor.shape) if shard else factor.shape, 0.05, seed=1)
+    factor.copy_(shard.of(whole) if shard else whole)
 
 
 def tokens() -> Tensor:
@@ -125,12 +134,12 @@ def test_losses_and_gradients_have_the_bits_of_decoded_weights(folders: Path, fa
 
 
 @pytest.mark.parametrize("recipe", quick(["bf16", "fp8-blockwise", "fp8-tensor", "mxfp8"], "bf16", "fp8-blockwise"))
-@pytest.mark.parametrize("family", ["deepseek_v3", *deep("qwen3_moe", "gpt_oss")])
+@pytest.mark.parametrize("family", ["deepseek_v3", *deep("qwen3_moe", "gpt_oss", "in_nvfp4")])
 def test_every_recipe_multiplies_what_the_codes_stand_for(folders: Path, family: str, recipe: str) -> None:
     assert_codes_compute_what_values_do(folders / family, precision=RECIPES[recipe])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", *deep("deepseek_v3")])
+@pytest.mark.parametrize("family", ["qwen3_moe", *deep("deepseek_v3", "in_nvfp4")])
 def test_dora_has_the_norms_of_what_the_codes_stand_for(folders: Path, family: str) -> None:
     assert_codes_compute_what_values_do(folders / family, adapter=DORA)
 
@@ -153,14 +162,18 @@ def test_codes_are_held_in_the_bytes_that_the_folder_has(folders: Path, family: 
     model, _ = opened(folders / family, "as_stored")
     coded = coded_weights(model)
     stored = load_file(folders / family / "model.safetensors")
-    own_ends = ("_scale_inv", "_blocks", "_scales")
+    own_ends = ("_scale_inv", "_blocks", "_scales", "_scale")
     of_codes = [name for name, value in stored.items() if name.endswith(own_ends) or value.itemsize == 1]
-    assert sum(each.bytes_held for each in coded.values()) == sum(stored[name].nbytes for name in of_codes)
+    divisors = [name for name in of_codes if name.endswith("_global_scale")]
+    in_folder = sum(stored[name].nbytes for name in set(of_codes) - set(divisors))
+    of_rows = sum(part.nbytes for each in coded.values() for part in each.parts[2:])  # a matrix's own, for each row
+    assert sum(each.bytes_held for each in coded.values()) == in_folder + of_rows
+    assert bool(of_rows) == bool(divisors)
     assert not [name for name in coded if "norm" in name or "router" in name or name.startswith(("embed", "head"))]
 
 
 @pytest.mark.parametrize("precision", [FP32Recipe(), BF16Recipe()], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("form", [FP8, MXFP4], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [FP8, MXFP4, NVFP4], ids=lambda form: form.name)
 def test_a_product_saves_neither_codes_nor_values_of_a_weight(form: CodeFormat, precision: Any) -> None:
     weight = filled(CodedWeight.empty((256, 128), form, torch.device("cpu")))
     saved: list[Tensor] = []
@@ -177,14 +190,18 @@ def filled(weight: CodedWeight) -> CodedWeight:
     generator = torch.Generator().manual_seed(0)
     if weight.format is FP8:
         weight.codes.copy_(torch.randn(weight.codes.shape, generator=generator))
-        weight.scales.copy_(torch.rand(weight.scales.shape, generator=generator))
     else:
         weight.codes.copy_(torch.randint(256, weight.codes.shape, generator=generator))
+    if weight.format is MXFP4:
         weight.scales.copy_(torch.randint(120, 130, weight.scales.shape, generator=generator))
+    else:
+        weight.scales.copy_(torch.rand(weight.scales.shape, generator=generator))
+    for divisors in weight.parts[2:]:
+        divisors.copy_(1 + torch.rand(divisors.shape, generator=generator))
     return weight
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "in_nvfp4"])
 @pytest.mark.parametrize("gemm", ["grouped", "loop"])
 def test_a_plan_counts_the_bytes_of_codes_and_is_what_is_measured(folders: Path, family: str, gemm: str) -> None:
     spec = tree(folders / family, "as_stored", gemm={"use": gemm}, precision={"use": "bf16"})
@@ -238,7 +255,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "ep 2", "tp 2 and etp 2"))
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "in_nvfp4"])
 def test_ranks_compute_with_their_codes_what_they_do_with_values(
     pool: RankPool, folders: Path, family: str, layout: str
 ) -> None:
@@ -261,16 +278,21 @@ def refused(folder: Path, world: int = 1, **parts: Any) -> str:
     return str(error.value)
 
 
-def test_codes_that_ranks_would_cut_or_shard_are_refused_by_name(folders: Path, tmp_path: Path) -> None:
+def test_codes_that_ranks_would_cut_are_refused_by_name(folders: Path, tmp_path: Path) -> None:
     save_fp8("qwen3_moe", tmp_path / "narrow", moe_intermediate_size=128)
     says = refused(tmp_path / "narrow", world=2, parallel={"experts": {"etp": 2}})
     assert "layers.0.moe.experts.0.gate_proj.weight: a part" in says
     assert "is cut through a block that shares a scale (128 x 128)." in says
     assert "use train.frozen_weights: decoded." in says
-    says = refused(folders / "qwen3_moe", world=2, parallel={"experts": {"ep": 1, "shard": "all"}})
-    assert "layers.0.moe.experts.0.gate_proj.weight is held as codes" in says
-    assert "Leave out shard, or use train.frozen_weights: decoded." in says
     assert "is no folder." in refused(folders / "qwen3_moe", train={"weights": str(tmp_path / "nowhere")})
+
+
+def test_widths_that_ranks_would_cut_through_16_values_are_refused(tmp_path: Path) -> None:
+    save_nvfp4("qwen3_moe", tmp_path / "in", moe_intermediate_size=16)
+    says = refused(tmp_path / "in", world=2, parallel={"experts": {"etp": 2}})
+    assert (
+        "layers.0.moe.experts.0.down_proj.weight: a part (128, 8) of a weight in NVFP4 is cut through a block" in says
+    )
 
 
 def test_rows_of_keys_that_a_rank_computes_alone_are_whole_blocks(tmp_path: Path) -> None:
@@ -340,7 +362,7 @@ def test_an_operation_that_needs_values_is_refused() -> None:
 # Runs and folders.
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "in_nvfp4"])
 def test_logits_and_merged_folders_of_from_pretrained_are_those_of_decoded_weights(
     folders: Path, family: str, tmp_path: Path
 ) -> None:
@@ -360,7 +382,7 @@ def test_logits_and_merged_folders_of_from_pretrained_are_those_of_decoded_weigh
     assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", *deep("qwen3_moe")])
+@pytest.mark.parametrize("family", ["gpt_oss", *deep("qwen3_moe", "in_nvfp4")])
 def test_a_run_with_codes_is_resumed_evaluated_and_exported_as_one_with_values(
     folders: Path, family: str, tmp_path: Path
 ) -> None:

@@ -61,8 +61,8 @@ class TrainSpec:
     frozen_weights: Literal["decoded", "as_stored"] = "decoded"
     """Form in which frozen weights are held: ``decoded``, in bf16 as a rule, or ``as_stored``.
 
-    With ``as_stored``, matrices that the folder has in FP8 or MXFP4 stay codes and scales, which products decode for
-    each use (QLoRA). Nothing that is computed changes.
+    With ``as_stored``, matrices that the folder has in FP8, MXFP4 or NVFP4 stay codes and scales, which products decode
+    for each use (QLoRA). Nothing that is computed changes.
     """
     lr: float = field(default=3e-3, validator=gt(0.0))
     """Learning rate, which ``schedule`` multiplies by its factor of the step."""

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.origins import Origin
-from moefw.runtime.compute.code_formats import FP8, MXFP4, CodeFormat
+from moefw.runtime.compute.code_formats import FP8, MXFP4, NVFP4, CodeFormat
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.finite import all_finite
 from moefw.system.untrusted_files import read_regular
@@ -83,7 +83,7 @@ class Fp8:
     format: ClassVar[CodeFormat] = FP8
 
     @staticmethod
-    def names(name: str) -> tuple[str, str]:
+    def names(name: str) -> tuple[str, ...]:
         """Names of the codes and the scales of a weight."""
         return name, f"{name}_scale_inv"
 
@@ -98,12 +98,17 @@ class Fp8:
         """The shape of the weight."""
         return self.codes.shape
 
+    @property
+    def tensors(self) -> tuple[Plain, ...]:
+        """Codes and scales, as they are stored."""
+        return self.codes, self.scales
+
     def read(self, first: int | None) -> Tensor:
         """``codes * scale``, rounded once."""
         return FP8.decode(self.codes.read(first), self.scales.read(first).float())
 
     @staticmethod
-    def arranged(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    def arranged(codes: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
         """Codes and scales in the order of the values, the scales in fp32."""
         return codes, scales.float()
 
@@ -121,7 +126,7 @@ class Mxfp4:
     format: ClassVar[CodeFormat] = MXFP4
 
     @staticmethod
-    def names(name: str) -> tuple[str, str]:
+    def names(name: str) -> tuple[str, ...]:
         """Names of the codes and the scales of a stack."""
         return f"{name}_blocks", f"{name}_scales"
 
@@ -140,17 +145,78 @@ class Mxfp4:
         experts, rows, blocks, _ = self.codes.shape
         return experts, 32 * blocks, rows
 
+    @property
+    def tensors(self) -> tuple[Plain, ...]:
+        """Codes and scales, as they are stored."""
+        return self.codes, self.scales
+
     def read(self, first: int | None) -> Tensor:
         """Values, exact in bf16."""
         return MXFP4.decode(self.codes.read(first).flatten(-2), self.scales.read(first)).mT
 
     @staticmethod
-    def arranged(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    def arranged(codes: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
         """Codes (..., I / 2, O) and scales (..., I / 32, O), in the order of the values."""
         return codes.flatten(-2).mT, scales.mT
 
 
-Coded = Fp8 | Mxfp4
+@frozen(eq=False)
+class Nvfp4:
+    """A weight in NVFP4 as ``compressed-tensors`` stores it: codes (O, I / 2), scales (O, I / 16), a divisor (1).
+
+    ``input_scale`` (1) is that of the rows that it multiplies, for servers that quantize these: no recipe of ours does.
+    """
+
+    codes: Plain
+    scales: Plain
+    divisor: Plain
+    input_scale: Plain | None = None
+    dtype: torch.dtype = torch.bfloat16
+    format: ClassVar[CodeFormat] = NVFP4
+
+    @staticmethod
+    def names(name: str) -> tuple[str, ...]:
+        """Names of the codes, the scales and the divisor of a weight."""
+        return f"{name}_packed", f"{name}_scale", f"{name}_global_scale"
+
+    @staticmethod
+    def name_of_input_scale(name: str) -> str:
+        """Name of the scale of the rows that a weight multiplies."""
+        return f"{name.removesuffix('.weight')}.input_global_scale"
+
+    @classmethod
+    def described(cls, name: str, shape: tuple[int, ...]) -> dict[str, Description]:
+        """Codes, scales and divisor of a weight of ``shape``, by name."""
+        codes, scales, divisor = cls.names(name)
+        return {
+            codes: (NVFP4.code_dtype, NVFP4.shape_of_codes(shape)),
+            scales: (NVFP4.scale_dtype, NVFP4.shape_of_scales(shape)),
+            divisor: (torch.float32, (1,)),
+        }
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        out_dim, pairs = self.codes.shape
+        return out_dim, 2 * pairs
+
+    @property
+    def tensors(self) -> tuple[Plain, ...]:
+        """Codes, scales and divisor, as they are stored."""
+        return self.codes, self.scales, self.divisor
+
+    def read(self, first: int | None) -> Tensor:
+        """``code * (scale / divisor)``, rounded once."""
+        assert first is None, "a matrix has no matrices"
+        return NVFP4.decode(*self.arranged(*(tensor.read(None) for tensor in self.tensors)))
+
+    @staticmethod
+    def arranged(codes: Tensor, scales: Tensor, divisor: Tensor) -> tuple[Tensor, ...]:
+        """Codes, scales, and the divisor for each row."""
+        return codes, scales, divisor.expand(len(codes), 1)
+
+
+Coded = Fp8 | Mxfp4 | Nvfp4
 """A tensor that is stored as codes."""
 
 
@@ -161,10 +227,19 @@ def _first(origin: Origin) -> tuple[int | None, Origin]:
     return None, origin
 
 
-def coded_piece(stored: Coded | type[Coded], codes: Tensor, scales: Tensor, piece: Origin) -> CodedWeight:
+def coded_piece(stored: Coded | type[Coded], tensors: Iterable[Tensor], piece: Origin) -> CodedWeight:
     """Piece, a view, of stored codes and scales. Raises ContractError if it cuts a block."""
-    arranged_codes, arranged_scales = stored.arranged(codes, scales)
-    return CodedWeight(piece.of(arranged_codes), piece.of(arranged_scales), stored.format)
+    arranged = stored.arranged(*tensors)
+    return CodedWeight(tuple(piece.of(part) for part in arranged), stored.format)
+
+
+def write_piece(piece: CodedWeight, codes: CodedWeight) -> None:
+    """Write codes and scales into a piece of tensors of a file."""
+    for place, tensor in zip(piece.parts, codes.parts, strict=True):
+        if place.stride(0) == 0:  # one number of a file, which belongs to every row
+            place[:1].copy_(tensor[:1])
+        else:
+            place.copy_(tensor)
 
 
 def _not_finite(what: str) -> CheckpointError:
@@ -187,7 +262,7 @@ class Folder:
         tensors: dict[str, Stored] = {}
         for name, stored in self._decoded(plain_tensors):
             if name in tensors:
-                self._tell(f"{path} holds {name} twice: in MXFP4, as {name}_blocks, and as it is.", "Remove one.")
+                self._tell(f"{path} holds {name} twice: {_twice(name, stored, tensors[name])}.", "Remove one.")
             tensors[name] = stored
         self.tensors: Mapping[str, Stored] = tensors
         if self._problems:
@@ -216,12 +291,12 @@ class Folder:
         """Codes and scales of a parameter. Only their bytes are read, and those of their own expert."""
         stored = self._coded(origin)
         first, piece = _first(origin)
-        return coded_piece(stored, stored.codes.read(first), stored.scales.read(first), piece)
+        return coded_piece(stored, (tensor.read(first) for tensor in stored.tensors), piece)
 
     def codes_without_bytes(self, origin: Origin) -> CodedWeight:
         """Codes and scales of a parameter on ``meta``. Raises ContractError for a piece that cuts a block."""
         stored = self._coded(origin)
-        return coded_piece(stored, stored.codes.without_bytes(), stored.scales.without_bytes(), origin)
+        return coded_piece(stored, (tensor.without_bytes() for tensor in stored.tensors), origin)
 
     def format(self, origin: Origin) -> CodeFormat | None:
         """Format of a parameter that is stored as codes; None: it is stored as values."""
@@ -232,6 +307,11 @@ class Folder:
         stored = self.tensors[origin.name]
         assert isinstance(stored, Coded), "format() has said that these are codes"
         return stored
+
+    def input_scale(self, origin: Origin) -> Tensor | None:
+        """Scale of the rows that a weight in NVFP4 multiplies; None: the folder has none."""
+        stored = self.tensors[origin.name]
+        return stored.input_scale.read(None) if isinstance(stored, Nvfp4) and stored.input_scale else None
 
     def shape(self, origin: Origin) -> tuple[int, ...] | None:
         """Shape of a parameter; None if the tensor has no such piece."""
@@ -323,14 +403,22 @@ class Folder:
                 continue
             if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in tensors:
                 continue
+            if _belongs_to_nvfp4(name, tensors):
+                continue
             if scales is not None:
                 yield from self._fp8(name, plain, scales)
+            elif plain.dtype is torch.float8_e4m3fn and name.endswith(".weight_scale"):
+                packed = f"{name.removesuffix('_scale')}_packed"
+                self._tell(f"{self.path}: {name} is FP8 and has no codes {packed}.", "Download the folder again.")
             elif plain.dtype is torch.float8_e4m3fn:
                 self._tell(f"{self.path}: {name} is FP8 and has no {name}_scale_inv.", "Download the folder again.")
+            elif name.endswith(".weight_packed"):
+                yield from self._nvfp4(name.removesuffix("_packed"), plain, tensors)
             elif name.endswith("_blocks"):
                 yield from self._mxfp4(name.removesuffix("_blocks"), plain, tensors)
             elif plain.dtype is torch.uint8:
-                self._tell(f"{self.path}: {name} is packed in an unknown way.", "Use a folder in bf16, FP8 or MXFP4.")
+                fix = "Use a folder in bf16, FP8, MXFP4, or NVFP4 of compressed-tensors."
+                self._tell(f"{self.path}: {name} is packed in an unknown way.", fix)
             else:
                 yield name, plain
 
@@ -357,6 +445,40 @@ class Folder:
             self._tell(what, "Use a folder whose MXFP4 weights are in bytes (U8).")
         else:
             yield name, Mxfp4(codes, scales)
+
+    def _nvfp4(self, name: str, codes: Plain, tensors: Mapping[str, Plain]) -> Iterable[tuple[str, Stored]]:
+        scales, divisor = tensors.get(f"{name}_scale"), tensors.get(f"{name}_global_scale")
+        if scales is None or divisor is None:
+            lacks = [own for own in (f"{name}_scale", f"{name}_global_scale") if own not in tensors]
+            what = f"{self.path}: {name}_packed has no {' and no '.join(lacks)}."
+            self._tell(what, "Use a folder in NVFP4 (nvfp4-pack-quantized), or download it again.")
+            return
+        if codes.dtype is not torch.uint8 or len(codes.shape) != 2:
+            what = f"{self.path}: {name}_packed is {codes.dtype} of shape {codes.shape}."
+            self._tell(what, "Use a folder whose NVFP4 weights are matrices of bytes (U8), each expert's of its own.")
+            return
+        out_dim, pairs = codes.shape
+        shape = NVFP4.shape_of_scales((out_dim, 2 * pairs))
+        if 2 * pairs % NVFP4.columns or scales.shape != shape or scales.dtype is not NVFP4.scale_dtype:
+            what = f"{self.path}: {name}_scale is {scales.dtype} of shape {scales.shape}, and its codes {codes.shape}."
+            self._tell(what, "Use a folder with one scale in E4M3 for each 16 values of a row.")
+        elif divisor.shape != (1,) or divisor.dtype is not NVFP4.divisor_dtype:
+            what = f"{self.path}: {name}_global_scale is {divisor.dtype} of shape {divisor.shape}."
+            self._tell(what, "Use a folder with one number in fp32 for each weight, of shape (1,).")
+        else:
+            yield name, Nvfp4(codes, scales, divisor, tensors.get(Nvfp4.name_of_input_scale(name)))
+
+
+def _belongs_to_nvfp4(name: str, tensors: Mapping[str, Plain]) -> bool:
+    """Whether a tensor belongs to codes in NVFP4: their scales, or that of inputs, which no recipe of ours reads."""
+    owner, _, leaf = name.rpartition(".")
+    return leaf in ("weight_scale", "weight_global_scale", "input_global_scale") and f"{owner}.weight_packed" in tensors
+
+
+def _twice(name: str, *stored: Stored) -> str:
+    """How a tensor is stored twice."""
+    coded = (each for each in stored if isinstance(each, Coded))
+    return f"{' and '.join(f'in {each.format.name}, as {each.names(name)[0]}' for each in coded)}, and as it is"
 
 
 @final

@@ -16,9 +16,8 @@ from torch.distributed import ProcessGroup
 from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.origins import Origin, Rule, origins_of
-from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.naming import by_parameter, state_tensors
-from moefw.runtime.parallel.local_shards import all_of
+from moefw.runtime.parallel.local_shards import all_of, is_held_as_codes
 from moefw.runtime.pipeline.stage import names_in_stages
 
 UNUSED: Final = r".*rotary_emb\.inv_freq|model\.layers\.\d+\.(shared_head\.head|embed_tokens)\.weight"
@@ -83,10 +82,10 @@ def fill(
         for parameter, pieces in by_parameter(model):
             if pieces[0].of_adapter or (frozen_alone and parameter.requires_grad):
                 continue
+            read_whole = read.codes if is_held_as_codes(parameter) else read
             with all_of(parameter) as values:
                 for piece in pieces:
-                    origin = origins[piece.name]
-                    whole = read.codes(origin) if isinstance(parameter, CodedWeight) else read(origin)
+                    whole = read_whole(origins[piece.name])
                     piece.of(values).copy_(whole if piece.shard is None else piece.shard.of(whole))
         for name, state in () if frozen_alone else router_states(model):
             state.copy_(read(origins[name]))

@@ -20,10 +20,10 @@ _aten = torch.ops.aten
 
 @final
 class CodedWeight(Tensor):
-    """A weight ``(..., O, I)``, to autograd bf16, that exists only as ``codes`` and ``scales`` of a format.
+    """A weight ``(..., O, I)``, to autograd bf16, that exists only as the ``parts`` of a format: codes and scales.
 
-    It may be cut between whole blocks, and filled from another one. Raises ContractError for codes and scales that do
-    not belong together, as those of a cut through a block.
+    It may be cut between whole blocks, and filled from another one. Raises ContractError for parts that do not belong
+    together, as those of a cut through a block.
     """
 
     codes: Tensor
@@ -33,20 +33,21 @@ class CodedWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scales: Tensor, format: CodeFormat) -> CodedWeight:
-        """Wrap ``codes`` and ``scales`` without copying them."""
+    def __new__(cls, parts: tuple[Tensor, ...], format: CodeFormat) -> CodedWeight:
+        """Wrap ``parts`` without copying them."""
+        codes = parts[0]
         shape = (*codes.shape[:-1], codes.shape[-1] * format.codes_per_element)
-        if scales.shape != format.shape_of_scales(shape):
+        if any(tensor.shape != part.shape(shape) for part, tensor in zip(format.parts, parts, strict=True)):
             raise _cuts_a_block(shape, format)
         weight: CodedWeight = Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.bfloat16, device=codes.device, requires_grad=False
         )
-        weight.codes = codes
-        weight.scales = scales
+        for part, tensor in zip(format.parts, parts, strict=True):
+            setattr(weight, part.name, tensor)
         weight.format = format
         return weight
 
-    def __init__(self, codes: Tensor, scales: Tensor, format: CodeFormat) -> None:
+    def __init__(self, parts: tuple[Tensor, ...], format: CodeFormat) -> None:
         pass
 
     @staticmethod
@@ -54,18 +55,22 @@ class CodedWeight(Tensor):
         """Weight whose codes and scales are not written yet."""
         if shape[-1] % format.codes_per_element:
             raise _cuts_a_block(shape, format)
-        codes = torch.empty(format.shape_of_codes(shape), dtype=format.code_dtype, device=device)
-        scales = torch.empty(format.shape_of_scales(shape), dtype=format.scale_dtype, device=device)
-        return CodedWeight(codes, scales, format)
+        parts = [torch.empty(part.shape(shape), dtype=part.dtype, device=device) for part in format.parts]
+        return CodedWeight(tuple(parts), format)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Codes and scales, in the order of the format's parts."""
+        return tuple(getattr(self, part.name) for part in self.format.parts)
 
     def values(self) -> Tensor:
         """Values ``(..., O, I)``, bf16, made anew by each call."""
-        return self.format.decode(self.codes, self.scales)
+        return self.format.decode(*self.parts)
 
     @property
     def bytes_held(self) -> int:
         """Bytes of codes and scales."""
-        return self.codes.nbytes + self.scales.nbytes
+        return sum(part.nbytes for part in self.parts)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Shape and format: there are no values to show."""
@@ -73,14 +78,14 @@ class CodedWeight(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], CodeFormat]:
         """Names of the tensors that have memory, and the format."""
-        return ["codes", "scales"], self.format
+        return [part.name for part in self.format.parts], self.format
 
     @staticmethod
     def __tensor_unflatten__(
         tensors: Mapping[str, Tensor], format: CodeFormat, outer_size: Any, outer_stride: Any
     ) -> CodedWeight:
         """Weight of the tensors that ``__tensor_flatten__`` names."""
-        return CodedWeight(tensors["codes"], tensors["scales"], format)
+        return CodedWeight(tuple(tensors[part.name] for part in format.parts), format)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -108,14 +113,14 @@ def _cuts_a_block(shape: Sequence[int], format: CodeFormat) -> ContractError:
 
 def _alias(weight: CodedWeight) -> CodedWeight:
     """Another tensor of the same codes and scales."""
-    return CodedWeight(weight.codes, weight.scales, weight.format)
+    return CodedWeight(weight.parts, weight.format)
 
 
 def _select(weight: CodedWeight, dim: int, index: int) -> CodedWeight:
     """One matrix of a stack."""
     if not 0 <= dim < weight.ndim - 2:
         raise _cuts_a_block(weight.shape, weight.format)
-    return CodedWeight(weight.codes.select(dim, index), weight.scales.select(dim, index), weight.format)
+    return CodedWeight(tuple(part.select(dim, index) for part in weight.parts), weight.format)
 
 
 def _slice(
@@ -125,17 +130,20 @@ def _slice(
     dim %= weight.ndim
     size = weight.shape[dim]
     begin, stop, _ = slice(start, end).indices(size)
-    rows_or_columns = weight.ndim - dim
-    block = {2: weight.format.rows, 1: weight.format.columns}.get(rows_or_columns, 1)
-    packed = weight.format.codes_per_element if rows_or_columns == 1 else 1
-    ends_in_a_block = stop % block and stop != size
-    if step != 1 or begin % block or ends_in_a_block:
-        part = (*weight.shape[:dim], stop - begin, *weight.shape[dim + 1 :])
-        raise _cuts_a_block(part, weight.format)
-    first_block = begin // block
-    num_blocks = -(-(stop - begin) // block)
-    codes = weight.codes.narrow(dim, begin // packed, (stop - begin) // packed)
-    return CodedWeight(codes, weight.scales.narrow(dim, first_block, num_blocks), weight.format)
+    cut = []
+    for part, tensor in zip(weight.format.parts, weight.parts, strict=True):
+        block = {weight.ndim - 2: part.rows, weight.ndim - 1: part.columns}.get(dim, 1)
+        if block is None:  # an element belongs to a whole row, and so to any piece of it
+            cut.append(tensor)
+            continue
+        ends_in_a_block = stop % block and stop != size
+        if step != 1 or begin % block or ends_in_a_block:
+            shape = (*weight.shape[:dim], stop - begin, *weight.shape[dim + 1 :])
+            raise _cuts_a_block(shape, weight.format)
+        first_block = begin // block
+        num_blocks = -(-(stop - begin) // block)
+        cut.append(tensor.narrow(dim, first_block, num_blocks))
+    return CodedWeight(tuple(cut), weight.format)
 
 
 def _split(weight: CodedWeight, size: int, dim: int = 0) -> list[CodedWeight]:
@@ -148,20 +156,28 @@ def _copy(weight: CodedWeight, source: Any, non_blocking: bool = False) -> Coded
     if not isinstance(source, CodedWeight) or source.format != weight.format or source.shape != weight.shape:
         problem = f"a weight {tuple(weight.shape)} in {weight.format.name} is filled from something else."
         raise ContractError(problem, "Fill it from the codes of its folder (Folder.read_codes).")
-    weight.codes.copy_(source.codes, non_blocking)
-    weight.scales.copy_(source.scales, non_blocking)
+    for own, other in zip(weight.parts, source.parts, strict=True):
+        own.copy_(other, non_blocking)
     return weight
 
 
 def _zero(weight: CodedWeight) -> CodedWeight:
     """``weight``, whose codes and scales are zeros now."""
-    weight.codes.zero_()
-    weight.scales.zero_()
+    for tensor in weight.parts:
+        tensor.zero_()
     return weight
+
+
+def _strided(weight: CodedWeight, size: Sequence[int], stride: Sequence[int], start: int | None = None) -> CodedWeight:
+    """The weight in its own size and strides, in which FSDP2 requests what it has gathered."""
+    if tuple(size) != weight.shape or tuple(stride) != weight.stride() or start:
+        raise _cuts_a_block(size, weight.format)
+    return _alias(weight)
 
 
 _OPERATIONS: Final[Mapping[Any, Callable[..., Any]]] = {
     _aten.alias.default: _alias,
+    _aten.as_strided.default: _strided,
     _aten.detach.default: _alias,
     _aten.select.int: _select,
     _aten.slice.Tensor: _slice,

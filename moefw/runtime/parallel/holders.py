@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
 from moefw.core.records import Canonical, Side
+from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.naming import by_parameter, expert_parameters, joined
 from moefw.runtime.parallel.local_shards import whole
 from moefw.runtime.parallel.meshes import COPIES
@@ -83,7 +84,7 @@ class Holding:
         """
         if self.stages and layout.index("pp") != self.stages[0]:
             return
-        gathered = whole(value)
+        gathered = values_of(whole(value))
         if layout.index(*self.copied_over) != turn % layout.size(*self.copied_over):
             return
         for piece in self.pieces:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Adapter, Layout, StackedAdapter
 from moefw.core.records import Side
+from moefw.runtime.compute.coded_share import CodedShare
+from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.compute.primary_weights import Master
 
 if TYPE_CHECKING:
@@ -31,16 +33,41 @@ def local(tensor: Tensor) -> Tensor:
     return own.stored if isinstance(own, Master) else own
 
 
+def num_stored(tensor: Tensor) -> int:
+    """Number of the values of a tensor that may be sharded that this rank stores, perhaps as codes."""
+    own = local(tensor)
+    return own.num_values if isinstance(own, CodedShare) else own.numel()
+
+
+def is_held_as_codes(tensor: Tensor) -> bool:
+    """Whether a tensor that may be sharded is codes, without values."""
+    return isinstance(local(tensor), CodedWeight | CodedShare)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Whole of a tensor that may be sharded. Collective over its ranks."""
-    return tensor.full_tensor() if is_shared_out(tensor) else tensor
+    if not is_shared_out(tensor):
+        return tensor
+    own = local(tensor)
+    if isinstance(own, CodedShare):
+        return own.gathered(tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1))
+    return tensor.full_tensor()
 
 
 @contextmanager
 def all_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a buffer for the whole of a tensor that may be sharded. Its values are stored at exit, without exchange."""
+    """Yield a buffer for the whole of a tensor that may be sharded. Its values are stored at exit, without exchange.
+
+    The buffer of a weight that is held as codes is one, too.
+    """
     if not is_shared_out(tensor):
         yield tensor
+        return
+    own = local(tensor)
+    if isinstance(own, CodedShare):
+        weight = CodedWeight.empty(tensor.shape, own.sharing.format, own.device)
+        yield weight
+        own.store(weight)
         return
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
     yield values

@@ -18,6 +18,8 @@ from torch.distributed.tensor import Shard
 
 from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side
+from moefw.runtime.compute.coded_share import CodedShare
+from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.compute.primary_weights import Master
 from moefw.runtime.parallel.local_shards import even_dim, may_be_codes
 
@@ -46,7 +48,8 @@ class Sharding:
 
         It runs while its ``forward``, ``logits`` or ``extend`` does.
         Units inside, and the parameters ``apart``, are not included. Gradients are reduced in fp32. With ``codec``,
-        matrices are gathered as codes and scales. Raises PlanError with the unit's ``name`` if it cannot encode one.
+        matrices that train are gathered as codes and scales. Frozen ones that are held as codes always are. Raises
+        PlanError with the unit's ``name`` if the codec cannot encode one.
         """
         mesh = self._mesh(side)
         if mesh is None:
@@ -54,15 +57,17 @@ class Sharding:
         shards = mesh.size(-1)
         if codec is not None:
             _become_masters(module, codec, name, shards)
+        _become_shares(module, apart, mesh.get_local_rank(mesh.ndim - 1), shards)
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=True,
             mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             ignored_params=set(apart),
-            # Codes and scales of masters are cut between whole blocks of rows, so along the first dimension.
+            # Codes and scales of masters are cut between whole blocks of rows, so along the first dimension. Those of
+            # shares are cut already.
             shard_placement_fn=lambda parameter: Shard(
-                0 if isinstance(parameter, Master) else even_dim(parameter.shape, shards)
+                0 if isinstance(parameter, Master | CodedShare) else even_dim(parameter.shape, shards)
             ),
         )
         assert isinstance(module, FSDPModule)
@@ -145,3 +150,12 @@ def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int)
                 full_name = ".".join(filter(None, (name, path, key)))
                 codec.require(full_name, parameter.shape, shards)
                 module.register_parameter(key, nn.Parameter(Master(parameter.detach(), codec)))
+
+
+def _become_shares(unit: nn.Module, apart: Set[nn.Parameter], index: int, count: int) -> None:
+    """Replace the parameters of a unit that are held as codes by what rank ``index`` of ``count`` stores of them."""
+    for module in unit.modules():
+        for key, parameter in [*module.named_parameters(recurse=False)]:
+            if isinstance(parameter, CodedWeight) and parameter not in apart:
+                share = CodedShare.of(parameter, index, count)
+                module.register_parameter(key, nn.Parameter(share, requires_grad=False))

@@ -19,11 +19,10 @@ from moefw.core.contracts import Layout
 from moefw.core.errors import RunError
 from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
-from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.finite import is_finite
 from moefw.runtime.naming import by_parameter, state_tensors, states
 from moefw.runtime.parallel.holders import holdings, writes_state
-from moefw.runtime.parallel.local_shards import is_shared_out, local, stored
+from moefw.runtime.parallel.local_shards import is_held_as_codes, is_shared_out, local, stored
 from moefw.system.stamps import stamp
 from moefw.training.checkpoint.choice import way_back
 from moefw.training.checkpoint.commit import begin, commit, prune, sync
@@ -136,8 +135,10 @@ def require_finite(
 def _first_bad(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     """Name of the first tensor on this rank, of its own copies and shards, that holds NaN or infinity."""
     for parameter, pieces in by_parameter(model):
+        if is_held_as_codes(parameter):
+            continue  # not saved; its values were looked at when they were read
         states = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-        for kind, held in {"model": values_of(parameter.detach()), **states}.items():
+        for kind, held in {"model": parameter.detach(), **states}.items():
             if not is_finite(local(held)):
                 return f"{kind}/{_bad_piece(held, pieces)}"
     return next((f"state/{name}" for name, held in state_tensors(model).items() if not is_finite(held)), None)

@@ -13,7 +13,7 @@ from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.naming import by_parameter, state_tensors
-from moefw.runtime.parallel.local_shards import local, stored
+from moefw.runtime.parallel.local_shards import is_held_as_codes, local, stored, whole
 
 _FINITE = 1
 _NAN = 2
@@ -61,14 +61,21 @@ def bad_pieces(held: Tensor, pieces: Sequence[Canonical]) -> Iterator[tuple[str,
 
 @torch.no_grad()
 def bad_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> BadTensor | None:
-    """First of this rank's parameters, declared states and optimizer states that is not finite, if any."""
-    return next(_bad_states(model, optimizer), None)
+    """First of this rank's parameters, declared states and optimizer states that is not finite, if any.
+
+    Collective where ranks share weights that are held as codes, which have values only together.
+    """
+    bad = [*_bad_states(model, optimizer)]  # to the end, because other ranks may have found none
+    return bad[0] if bad else None
 
 
 def _bad_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[BadTensor]:
     parameters = list(enumerate(by_parameter(model)))
     for number, (parameter, pieces) in parameters:
-        for name, values in bad_pieces(values_of(parameter.detach()), pieces):
+        held = parameter.detach()
+        if is_held_as_codes(held):
+            held = values_of(whole(held))
+        for name, values in bad_pieces(held, pieces):
             yield BadTensor((0, number), f"{name} holds {values}")
     for number, (name, tensor) in enumerate(state_tensors(model).items()):
         if values := bad_values(tensor):
