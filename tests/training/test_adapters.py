@@ -159,6 +159,19 @@ def test_a_layout_changes_nothing(pool: RankPool, layout: str, gemm: str) -> Non
     assert sorted(moved) == sorted(name for name in alone.last if ".lora_" in name)
 
 
+def test_adapters_of_a_shared_expert_are_those_of_all_tokens_under_ep(pool: RankPool) -> None:
+    """Bridge#5396: they were taken for adapters of routed experts, which each rank sums up alone."""
+    shared = {"model": {"shared_expert_dim": 32}}
+    (alone,) = pool.run(short_run, 1, tree(LORA, **shared), 3)
+    runs = pool.run(short_run, 2, tree(LORA, **shared, parallel={"experts": {"ep": 2}}), 3)
+    assert_alike(runs, alone)
+    of_shared = [name for name in alone.last if "shared_expert" in name and ".lora_" in name]
+    assert len(of_shared) == 3 * 2  # the first layer is dense
+    for name in of_shared:
+        assert not torch.equal(alone.last[name], alone.first[name])
+        assert torch.equal(runs[0].last[name], runs[1].last[name])
+
+
 @pytest.mark.parametrize("layout", quick(LAYOUTS, "tp 2 and etp 2", "cp 2"))
 def test_what_dropout_drops_does_not_depend_on_the_layout_or_on_a_second_run(pool: RankPool, layout: str) -> None:
     dropping = {**LORA, "dropout": 0.25}

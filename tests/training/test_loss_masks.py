@@ -145,7 +145,7 @@ def test_a_loss_over_all_layers_is_a_mean_over_all_valid_tokens_too() -> None:
 
 
 def test_tokens_ahead_are_trained_where_their_target_is() -> None:
-    """The last tokens of a prompt predict the answer; none predicts a prompt (Megatron-LM 3943)."""
+    """The last tokens of a prompt predict the answer; none predicts a prompt (Megatron-LM#3943, Megatron-Bridge#6103)."""
     batch = Batch(
         ids_BS=torch.tensor([[1, 2, 3, 4, 5, 6]]),
         labels_BS=torch.tensor([[2, 3, 4, 5, 6, 7]]),
