@@ -157,23 +157,29 @@ def test_weights_in_nvfp4_become_the_values_of_compressed_tensors(tmp_path: Path
     from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
 
-    generator = torch.Generator().manual_seed(0)
-    parts = nvfp4(130, 96, generator)
-    parts["_packed"].view(-1)[:256] = torch.arange(256)  # each pair of codes
-    every_scale = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)  # from 0 to 448, and no NaN
-    parts["_scale"].view(-1)[:0x7F] = every_scale
-    tensors = {f"a.weight{end}": part for end, part in parts.items()}
-    save_file({**tensors, "a.input_global_scale": torch.ones(1)}, tmp_path / "model.safetensors")
+    # Each code with each scale that is a number, by several divisors.
+    every_code = torch.tensor([low | (low + 1) << 4 for low in range(0, 16, 2)], dtype=torch.uint8)  # two a byte
+    every_scale = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    divisors = 1 + 9999 * torch.rand(20, generator=torch.Generator().manual_seed(0))
+    matrices = {
+        f"{number}.weight": {
+            "weight_packed": every_code.expand(0x7F, 8).clone(),
+            "weight_scale": every_scale.view(0x7F, 1).clone(),
+            "weight_global_scale": divisor.view(1).clone(),
+        }
+        for number, divisor in enumerate(divisors)
+    }
+    tensors = {f"{name[:-6]}{own}": part for name, parts in matrices.items() for own, part in parts.items()}
+    save_file({**tensors, "0.input_global_scale": torch.ones(1)}, tmp_path / "model.safetensors")
     folder = Folder(tmp_path)
-    assert folder.tensors.keys() == {"a.weight"}
-    assert folder.tensors["a.weight"].shape == (130, 96)
-    ours = folder.read(Origin("a.weight"))
-    state = {name.removeprefix("a."): tensor for name, tensor in tensors.items()}
-    theirs = NVFP4PackedCompressor.decompress(state, preset_name_to_scheme("NVFP4A16", ["Linear"]))["weight"]
-    assert ours.dtype is theirs.dtype is torch.bfloat16
-    assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
-    coded = folder.read_codes(Origin("a.weight"))
-    assert torch.equal(coded.values(), ours)
+    assert folder.tensors.keys() == matrices.keys()
+    for name, parts in matrices.items():
+        ours = folder.read(Origin(name))
+        theirs = NVFP4PackedCompressor.decompress(parts, preset_name_to_scheme("NVFP4A16", ["Linear"]))["weight"]
+        assert ours.dtype is theirs.dtype is torch.bfloat16
+        assert ours.shape == folder.tensors[name].shape == (0x7F, 16)
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+        assert torch.equal(folder.read_codes(Origin(name)).values(), ours)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
@@ -195,6 +201,14 @@ def test_a_folder_in_nvfp4_is_read_as_its_values(family: str, tmp_path: Path) ->
         {name: after[name] for name in before.keys() & after.keys()},
         {n: before[n] for n in before.keys() & after.keys()},
     )
+
+
+def test_a_folder_in_nvfp4_is_imported_as_its_values(tmp_path: Path) -> None:
+    save_nvfp4("qwen3_moe", tmp_path / "in")
+    moefw_says("convert", "import", tmp_path / "in", tmp_path / "run")
+    moefw_says("convert", "export", tmp_path / "run", tmp_path / "out")
+    moefw.save_pretrained(moefw.from_pretrained(tmp_path / "in"), tmp_path / "read")
+    assert same(tensors_of(tmp_path / "read"), tensors_of(tmp_path / "out"))
 
 
 def test_a_folder_in_fp8_is_written_in_bf16_without_its_quantization(tmp_path: Path) -> None:
