@@ -22,8 +22,8 @@ from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.router_steps import RouterSteps, mean_scale
 from moefw.compose.spec.source import Marks, Tree
-from moefw.core.contracts import Adapter, Layout, StackedAdapter
-from moefw.core.errors import CheckpointError, MoefwError, PlanError, SpecError, os_reason
+from moefw.core.contracts import Layout
+from moefw.core.errors import CheckpointError, MoefwError, SpecError, os_reason
 from moefw.core.stages import Batch
 from moefw.models.huggingface.beside import BESIDE, hand_on
 from moefw.models.huggingface.config import read_config
@@ -39,7 +39,6 @@ from moefw.runtime.forward_context import forward_with
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.naming import initialise_adapters, state_tensors
 from moefw.runtime.parallel.holders import holdings, writes_state
-from moefw.runtime.parallel.local_shards import is_shared_out
 from moefw.system.folders import new_folder
 
 
@@ -189,17 +188,11 @@ def save_pretrained(model: Pretrained, path: str | Path) -> None:
     """Write a folder that ``transformers`` loads: each tensor as it was named, with its dtype. Collective.
 
     What was FP8 or MXFP4 is written as bf16. Adapters are merged into their weights. The tokenizer's files are handed
-    on. Raises PlanError if ranks shard adapters and weights, and CheckpointError on every rank if the folder is there
-    and holds something, if one rank cannot write, or with all parameters that hold NaN or infinity. The folder appears
-    whole or not at all.
+    on. Raises CheckpointError on every rank if the folder is there and holds something, if one rank cannot write, or
+    with all parameters that hold NaN or infinity. The folder appears whole or not at all.
     """
     leads = model.layout.rank == 0
     source = model.source
-    if any(isinstance(each, Adapter | StackedAdapter) for each in model.module.modules()) and any(
-        map(is_shared_out, model.module.parameters())
-    ):
-        what = "adapters are merged into weights by ranks that have both, and here ranks shard them."
-        raise PlanError(what, "Leave out shard, or train with a spec and use moefw convert export.")
     with ExitStack() as opened:
 
         def begin() -> str:
