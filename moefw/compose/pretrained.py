@@ -23,8 +23,9 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.router_steps import RouterSteps, mean_scale
 from moefw.compose.spec.source import Marks, Tree
 from moefw.core.contracts import Layout
-from moefw.core.errors import CheckpointError, MoefwError, SpecError, os_reason
-from moefw.core.stages import Batch
+from moefw.core.errors import CheckpointError, ContractError, MoefwError, SpecError, os_reason
+from moefw.core.stages import Batch, LayerStats
+from moefw.models.embedding import IGNORED
 from moefw.models.huggingface.beside import BESIDE, hand_on
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import family_of
@@ -38,6 +39,7 @@ from moefw.runtime.finite import all_finite
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.naming import initialise_adapters, state_tensors
+from moefw.runtime.parallel.gradients import Gradients
 from moefw.runtime.parallel.holders import holdings, writes_state
 from moefw.system.folders import new_folder
 
@@ -56,6 +58,8 @@ class Source:
 class Pretrained(nn.Module):
     """A model of a Hugging Face folder. ``model(input_ids)`` returns logits; ``module`` is the model that trains.
 
+    In a world of several ranks, all ranks call it equally often, and :meth:`average_gradients` behind a backward.
+
     ``balances``: whether routers are to be updated after each step of an optimizer.
     """
 
@@ -69,35 +73,76 @@ class Pretrained(nn.Module):
         self._steps = RouterSteps(routers, layout, warns=balances)
         self._losses: Sequence[Tensor] = ()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """Logits ``(B, S, V)`` of ids ``(B, S)``, int64. ``attention_mask``: 1 for tokens, 0 for padding.
 
-        Tokens see no padding, on whichever side it is; logits of padding mean nothing. In training, the auxiliary
-        losses of routers wait for :meth:`losses`; a forward that finds some that nobody has taken warns. Random draws,
-        such as dropout of adapters, then start from PyTorch's generator of the device.
+        Tokens see no padding, on whichever side it is; logits of padding mean nothing. ``documents`` ``(B, S)``, int64:
+        the number, from 0 on, of each token's document, within which it attends; None: a sequence is one. In training,
+        the auxiliary losses of routers wait for :meth:`losses`; a forward that finds some that nobody has taken warns.
+        Random draws, such as dropout of adapters, then start from PyTorch's generator of the device.
+
+        Ranks of cp and tp take the same sequences, and each gets all logits; ranks of dp take sequences of their own.
         """
-        tokens = None if attention_mask is None else attention_mask.bool()
-        trains = self.training and torch.is_grad_enabled()
-        batch = Batch(
-            ids_BS=input_ids,
-            labels_BS=input_ids,
-            mask_BS=tokens,
-            documents_BS=None if tokens is None else tokens.long(),
-            loss_scale=mean_scale(input_ids, tokens) if trains else None,
-            seeds_B=self._seeds(input_ids) if trains else None,
+        return self._read(self.module.logits, self._batch(input_ids, input_ids, attention_mask, documents))
+
+    def log_probs(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Log-probability ``(B, S)``, fp32, of each of ``labels`` ``(B, S)``, int64, as the token behind those before.
+
+        That at position s is ``log p(labels[:, s] | input_ids[:, : s + 1])``: of a text, hand over ``text[:, :-1]`` and
+        ``text[:, 1:]``. It is 0 where the label is -100, and of padding. The last token of a document has no label in
+        its document. Gradients are those of ``log_softmax`` of the logits, of which a rank holds at most
+        ``model.loss_chunk`` rows, by default 1024, and computes them again in backward.
+
+        The rest is as in :meth:`forward`. Raises ContractError for labels of another shape, or that are no ids.
+        """
+        if labels.shape != input_ids.shape or labels.dtype != torch.int64:
+            what = f"labels are {tuple(labels.shape)} {labels.dtype}, and ids {tuple(input_ids.shape)}."
+            raise ContractError(what, "Hand over one label in int64 for each id.")
+        outside = (labels >= self.module.options.vocab_size) | ((labels < 0) & (labels != IGNORED))
+        if outside.any():
+            what = f"{int(labels[outside][0])} is a label and no id of a token."
+            raise ContractError(what, f"Use {IGNORED} where no log-probability is wanted.")
+        return self._read(self.module.log_probs, self._batch(input_ids, labels, attention_mask, documents))
+
+    def _batch(self, ids: Tensor, labels: Tensor, attention_mask: Tensor | None, documents: Tensor | None) -> Batch:
+        mask = None if attention_mask is None else attention_mask.bool()
+        if mask is not None:
+            documents = mask.long() if documents is None else documents.masked_fill(~mask, -1)
+        trains = self._trains
+        return Batch(
+            ids_BS=ids,
+            labels_BS=labels,
+            mask_BS=mask,
+            documents_BS=documents,
+            loss_scale=mean_scale(ids, mask) if trains else None,
+            seeds_B=self._seeds(ids) if trains else None,
             dropless=True,
         )
+
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _read(self, read: Callable[[Batch], tuple[Tensor, Mapping[int, LayerStats]]], batch: Batch) -> Tensor:
+        """What ``read`` returns of the tokens of a batch. In training, its losses and statistics are kept."""
         losses: list[Tensor] = []
-        logits: Tensor
         with forward_with(aux_losses=losses):
-            logits, layers = self.module.logits(batch)
-        if trains:
+            values, layers = read(batch)
+        if self._trains:
             if self._losses:
                 what = "Routers have auxiliary losses, and nobody has taken those of the forward before."
-                warnings.warn(f"{what} Add losses() to the loss, or leave balance out.", stacklevel=2)
+                warnings.warn(f"{what} Add losses() to the loss, or leave balance out.", stacklevel=3)
             self._losses = tuple(losses)  # a region that runs again in backward adds to the list
             self._steps.add(layers)
-        return logits
+        return values
 
     def _seeds(self, input_ids: Tensor) -> Tensor:
         """Seeds of sequences, ``(B)``: the same on ranks that share them."""
@@ -110,13 +155,28 @@ class Pretrained(nn.Module):
     def losses(self) -> Tensor:
         """Sum of the auxiliary losses of the last forward in training, each ``coefficient * mean over its tokens``.
 
-        Add it to a loss that is a mean over these tokens. Under cp and tp it is this rank's part of the sum. 0 if there
-        are no such losses.
+        Add it to a loss that is a mean over these tokens. Ranks of cp and tp, which share tokens, have different sums,
+        whose mean is the sum of all: see :meth:`average_gradients`. 0 if there are no such losses.
         """
         zero = torch.zeros((), device=next(self.module.parameters()).device)
         total = sum(self._losses, zero).float()
         self._losses = ()
-        return total
+        return total * self.layout.size("cp", "tp")
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average each parameter's gradient over all ranks, as DDP does. Collective over all ranks.
+
+        Each ``grad`` is then the gradient of the mean of all ranks' losses, under any layout but stages of a pipeline,
+        which do not train here. Call it once, behind the backward passes of a step. A parameter without a gradient gets
+        zeros, unless it is frozen.
+        """
+        gradients = Gradients(self.module, self.layout)
+        gradients.add_up()
+        for family in gradients.families:
+            for parameter in family.parameters:
+                assert parameter.grad is not None, "one without a gradient has got zeros"
+                parameter.grad /= self.layout.plan.world
 
     def update(self) -> None:
         """Advance the state of the routers, such as an expert bias, by the forwards in training since the last update.
