@@ -65,6 +65,10 @@ class Reading:
         is_cut = self._cuts[None].size > 1
         return not is_cut and all(isinstance(attention, CachedAttention) for attention in attentions)
 
+    def padding(self, length: int, cp: int | None = None) -> int:
+        """How many positions are added to sequences so that ranks of cp and tp divide them."""
+        return -length % (self._cuts[cp].unit * self._tp.size)
+
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
         """``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp.
 
@@ -128,7 +132,7 @@ class Reading:
         """
         length = batch.ids_BS.shape[1]
         cut = self._cuts[batch.cp]
-        batch = padded(batch, -length % (cut.unit * self._tp.size))
+        batch = padded(batch, self.padding(length, batch.cp))
 
         def end(stream: Stream) -> Tensor:
             return cut.gather(predict(stream).unflatten(0, stream.batch.ids_BS.shape), batch.lengths)

@@ -264,6 +264,10 @@ class Transformer(nn.Module):
         """Whether :meth:`extend` can be called: all attentions can go on, and each rank has whole sequences."""
         return self._reading.keeps_past
 
+    def padding(self, length: int) -> int:
+        """How many masked positions :meth:`logits` and :meth:`log_probs` add to sequences: routes have them, too."""
+        return self._reading.padding(length)
+
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
         """``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp.
 
