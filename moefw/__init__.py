@@ -30,6 +30,7 @@ _MODULES = (
     "compose.library",
     "compose.replacing",
     "compose.pretrained",
+    "compose.streaming",
 )
 """The modules of the public names. They are imported at first use: ``import moefw`` takes no time and no torch."""
 
@@ -144,4 +145,5 @@ __all__ = [
     "offers",
     "replace_moe",
     "save_pretrained",
+    "stream_pretrained",
 ]

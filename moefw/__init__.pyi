@@ -8,6 +8,7 @@ from moefw.compose.pretrained import from_pretrained as from_pretrained
 from moefw.compose.pretrained import save_pretrained as save_pretrained
 from moefw.compose.replacing import ReplacedBlocks as ReplacedBlocks
 from moefw.compose.replacing import replace_moe as replace_moe
+from moefw.compose.streaming import stream_pretrained as stream_pretrained
 from moefw.core.context import BuildContext as BuildContext
 from moefw.core.context import ModelContext as ModelContext
 from moefw.core.contracts import Adapter as Adapter

@@ -30,7 +30,7 @@ def adapter_config(assembly: Assembly) -> AdapterConfig:
     config: AdapterConfig | None = adapter.peft_config(assembly.spec.train.weights)
     if config is None:
         what = f"PEFT has no files of adapter {adapter.name}."
-        raise PlanError(what, "Use --adapter merge." if adapter.freezes else "Leave --adapter out.")
+        raise PlanError(what, "Leave adapter out: adapters are merged by default.")
     return config
 
 

@@ -14,17 +14,20 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional
 
 from moefw.compose.adapter_weights import read_adapter
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
+from moefw.compose.given_routes import given_by_layer, layers_of
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.router_steps import RouterSteps, mean_scale
 from moefw.compose.spec.source import Marks, Tree
-from moefw.core.contracts import Adapter, Layout, StackedAdapter
-from moefw.core.errors import CheckpointError, MoefwError, PlanError, SpecError, os_reason
-from moefw.core.stages import Batch
+from moefw.core.contracts import Layout
+from moefw.core.errors import CheckpointError, ContractError, MoefwError, SpecError, os_reason
+from moefw.core.stages import Batch, LayerStats
+from moefw.models.embedding import IGNORED
 from moefw.models.huggingface.beside import BESIDE, hand_on
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import family_of
@@ -38,8 +41,10 @@ from moefw.runtime.finite import all_finite
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.naming import initialise_adapters, state_tensors
-from moefw.runtime.parallel.holders import holdings, writes_state
-from moefw.runtime.parallel.local_shards import is_shared_out
+from moefw.runtime.parallel.gradients import Gradients
+from moefw.runtime.parallel.holders import STAGE, holdings, writes_state
+from moefw.runtime.parallel.own_tokens import all_tokens, own_tokens
+from moefw.runtime.replayed_routes import DIFFERING, GIVEN
 from moefw.system.folders import new_folder
 
 
@@ -57,6 +62,8 @@ class Source:
 class Pretrained(nn.Module):
     """A model of a Hugging Face folder. ``model(input_ids)`` returns logits; ``module`` is the model that trains.
 
+    In a world of several ranks, all ranks call it equally often, and :meth:`average_gradients` behind a backward.
+
     ``balances``: whether routers are to be updated after each step of an optimizer.
     """
 
@@ -69,36 +76,161 @@ class Pretrained(nn.Module):
         routers = {layer.number: layer.router for layer in module.modules() if isinstance(layer, MoELayer)}
         self._steps = RouterSteps(routers, layout, warns=balances)
         self._losses: Sequence[Tensor] = ()
+        self._shape: Sequence[int] = ()
+        self._routes: Mapping[int, Tensor] = {}
+        """Experts of the last forward by layer: int32, of this rank's tokens of sequences of ``_shape``."""
+        self._differences: dict[int, Tensor] = {}
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        routes: Tensor | None = None,
+    ) -> Tensor:
         """Logits ``(B, S, V)`` of ids ``(B, S)``, int64. ``attention_mask``: 1 for tokens, 0 for padding.
 
-        Tokens see no padding, on whichever side it is; logits of padding mean nothing. In training, the auxiliary
-        losses of routers wait for :meth:`losses`; a forward that finds some that nobody has taken warns. Random draws,
-        such as dropout of adapters, then start from PyTorch's generator of the device.
+        Tokens see no padding, on whichever side it is; logits of padding mean nothing. ``documents`` ``(B, S)``, int64:
+        the number, from 0 on, of each token's document, within which it attends; None: a sequence is one. In training,
+        the auxiliary losses of routers wait for :meth:`losses`; a forward that finds some that nobody has taken warns.
+        Random draws, such as dropout of adapters, then start from PyTorch's generator of the device.
+
+        ``routes`` ``(B, S, L, K)``, integers: the experts that each token goes to, in each of the L layers with experts
+        or in each layer, of which those without experts are not read. -1 throughout: the router chooses. Weights come
+        from the scores of now, so gradients reach routers; see :meth:`route_differences`.
+
+        Ranks of cp and tp take the same sequences, and each gets all logits; ranks of dp take sequences of their own.
+        Raises ContractError for routes that no router could choose.
         """
-        tokens = None if attention_mask is None else attention_mask.bool()
-        trains = self.training and torch.is_grad_enabled()
-        batch = Batch(
-            ids_BS=input_ids,
-            labels_BS=input_ids,
-            mask_BS=tokens,
-            documents_BS=None if tokens is None else tokens.long(),
-            loss_scale=mean_scale(input_ids, tokens) if trains else None,
-            seeds_B=self._seeds(input_ids) if trains else None,
+        return self._read(self.module.logits, self._batch(input_ids, input_ids, attention_mask, documents, routes))
+
+    def log_probs(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        routes: Tensor | None = None,
+    ) -> Tensor:
+        """Log-probability ``(B, S)``, fp32, of each of ``labels`` ``(B, S)``, int64, as the token behind those before.
+
+        That at position s is ``log p(labels[:, s] | input_ids[:, : s + 1])``: of a text, hand over ``text[:, :-1]`` and
+        ``text[:, 1:]``. It is 0 where the label is -100, and of padding. The last token of a document has no label in
+        its document. Gradients are those of ``log_softmax`` of the logits, of which a rank holds at most
+        ``model.loss_chunk`` rows, by default 1024, and computes them again in backward.
+
+        The rest is as in :meth:`forward`. Raises ContractError for labels of another shape, or that are no ids.
+        """
+        if labels.shape != input_ids.shape or labels.dtype != torch.int64:
+            what = f"labels are {tuple(labels.shape)} {labels.dtype}, and ids {tuple(input_ids.shape)}."
+            raise ContractError(what, "Hand over one label in int64 for each id.")
+        outside = (labels >= self.module.options.vocab_size) | ((labels < 0) & (labels != IGNORED))
+        if outside.any():
+            what = f"{int(labels[outside][0])} is a label and no id of a token."
+            raise ContractError(what, f"Use {IGNORED} where no log-probability is wanted.")
+        return self._read(self.module.log_probs, self._batch(input_ids, labels, attention_mask, documents, routes))
+
+    def _batch(
+        self,
+        ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        documents: Tensor | None,
+        routes: Tensor | None,
+    ) -> Batch:
+        mask = None if attention_mask is None else attention_mask.bool()
+        if mask is not None:
+            documents = mask.long() if documents is None else documents.masked_fill(~mask, -1)
+        trains = self._trains
+        return Batch(
+            ids_BS=ids,
+            labels_BS=labels,
+            mask_BS=mask,
+            documents_BS=documents,
+            loss_scale=mean_scale(ids, mask) if trains else None,
+            seeds_B=self._seeds(ids) if trains else None,
+            routes=None if routes is None else self._own_routes(routes, ids, mask),
             dropless=True,
         )
+
+    def _own_routes(self, routes: Tensor, ids: Tensor, mask: Tensor | None) -> Mapping[int, Tensor]:
+        """``Batch.routes`` of this rank's tokens."""
+        by_layer = given_by_layer(routes, ids, mask, self.assembly, self.module.options.num_layers)
+        padding = (0, 0, 0, self.module.padding(ids.shape[1]))
+        return {
+            layer: own_tokens(self.layout, functional.pad(ids_BSK, padding, value=-1))
+            for layer, ids_BSK in by_layer.items()
+        }
+
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _read(self, read: Callable[[Batch], tuple[Tensor, Mapping[int, LayerStats]]], batch: Batch) -> Tensor:
+        """What ``read`` returns of the tokens of a batch. In training, its losses and statistics are kept."""
         losses: list[Tensor] = []
-        logits: Tensor
         with forward_with(aux_losses=losses):
-            logits, layers = self.module.logits(batch)
-        if trains:
+            values, layers = read(batch)
+        self._shape = batch.ids_BS.shape
+        self._routes = {layer: stats.expert_ids_TK.int() for layer, stats in layers.items()}
+        self._count_differences(layers)
+        if self._trains:
             if self._losses:
                 what = "Routers have auxiliary losses, and nobody has taken those of the forward before."
-                warnings.warn(f"{what} Add losses() to the loss, or leave balance out.", stacklevel=2)
+                warnings.warn(f"{what} Add losses() to the loss, or leave balance out.", stacklevel=3)
             self._losses = tuple(losses)  # a region that runs again in backward adds to the list
             self._steps.add(layers)
-        return logits
+        return values
+
+    @torch.no_grad()
+    def _count_differences(self, layers: Mapping[int, LayerStats]) -> None:
+        """Add what :meth:`route_differences` tells."""
+        for layer, of_layer in layers.items():
+            if DIFFERING in of_layer.stats:
+                counts_2 = torch.stack([of_layer.stats[DIFFERING], of_layer.stats[GIVEN]]).double()
+                self._differences[layer] = self._differences.get(layer, 0.0) + counts_2
+
+    @torch.no_grad()
+    def routes(self) -> Tensor:
+        """Experts that the tokens of the last forward chose, ``(B, S, L, K)`` int16 on the host, for another forward.
+
+        In each of the L layers with experts, in their order, before a capacity dropped any; -1 for padding. Each rank
+        gets those of its sequences. Collective. Raises ContractError before a forward.
+        """
+        if not self._shape:
+            raise ContractError("routes() of a model that has read no text.", "Call it behind a forward.")
+        sequences, length = self._shape
+        device = next(self.module.parameters()).device
+        width = length + self.module.padding(length)
+        top_k = self.assembly.site.dims.top_k
+        whole = []
+        for layer in layers_of(self.assembly, self.module.options.num_layers):
+            own_tK = self._routes.get(layer)
+            if own_tK is None:  # another stage has the layer
+                whole.append(torch.full((sequences, width, top_k), -1, dtype=torch.int32, device=device))
+            else:
+                whole.append(all_tokens(self.layout, own_tK, sequences))
+        routes_BSLK = torch.stack(whole, 2)[:, :length].contiguous()
+        stages = self.layout.group("pp")
+        if stages is not None:
+            dist.all_reduce(routes_BSLK, dist.ReduceOp.MAX, group=stages)
+        return routes_BSLK.to("cpu", torch.int16)
+
+    def route_differences(self) -> Mapping[int, tuple[int, int]]:
+        """How many given choices of each layer its router would not have made, and how many were given.
+
+        Of all forwards with ``routes`` since the last call, and of all ranks. A choice is an expert of a token; their
+        order does not count. Padding and tokens without routes are not counted. Collective.
+        """
+        layers = layers_of(self.assembly, self.module.options.num_layers)
+        counts_L2 = torch.zeros(len(layers), 2, dtype=torch.float64, device=next(self.module.parameters()).device)
+        for row, layer in enumerate(layers):
+            counts_L2[row] += self._differences.pop(layer, 0.0)
+        group = self.layout.group("pp", *STAGE)
+        if group is not None:
+            dist.all_reduce(counts_L2, group=group)
+        counts = zip(layers, counts_L2.long().tolist(), strict=True)
+        return {layer: (differing, given) for layer, (differing, given) in counts}
 
     def _seeds(self, input_ids: Tensor) -> Tensor:
         """Seeds of sequences, ``(B)``: the same on ranks that share them."""
@@ -111,13 +243,28 @@ class Pretrained(nn.Module):
     def losses(self) -> Tensor:
         """Sum of the auxiliary losses of the last forward in training, each ``coefficient * mean over its tokens``.
 
-        Add it to a loss that is a mean over these tokens. Under cp and tp it is this rank's part of the sum. 0 if there
-        are no such losses.
+        Add it to a loss that is a mean over these tokens. Ranks of cp and tp, which share tokens, have different sums,
+        whose mean is the sum of all: see :meth:`average_gradients`. 0 if there are no such losses.
         """
         zero = torch.zeros((), device=next(self.module.parameters()).device)
         total = sum(self._losses, zero).float()
         self._losses = ()
-        return total
+        return total * self.layout.size("cp", "tp")
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average each parameter's gradient over all ranks, as DDP does. Collective over all ranks.
+
+        Each ``grad`` is then the gradient of the mean of all ranks' losses, under any layout but stages of a pipeline,
+        which do not train here. Call it once, behind the backward passes of a step. A parameter without a gradient gets
+        zeros, unless it is frozen.
+        """
+        gradients = Gradients(self.module, self.layout)
+        gradients.add_up()
+        for family in gradients.families:
+            for parameter in family.parameters:
+                assert parameter.grad is not None, "one without a gradient has got zeros"
+                parameter.grad /= self.layout.plan.world
 
     def update(self) -> None:
         """Advance the state of the routers, such as an expert bias, by the forwards in training since the last update.
@@ -189,17 +336,11 @@ def save_pretrained(model: Pretrained, path: str | Path) -> None:
     """Write a folder that ``transformers`` loads: each tensor as it was named, with its dtype. Collective.
 
     What was FP8, MXFP4 or NVFP4 is written as bf16. Adapters are merged into their weights. The tokenizer's files are
-    handed on. Raises PlanError if ranks shard adapters and weights, and CheckpointError on every rank if the folder is
-    there and holds something, if one rank cannot write, or with all parameters that hold NaN or infinity. The folder
-    appears whole or not at all.
+    handed on. Raises CheckpointError on every rank if the folder is there and holds something, if one rank cannot
+    write, or with all parameters that hold NaN or infinity. The folder appears whole or not at all.
     """
     leads = model.layout.rank == 0
     source = model.source
-    if any(isinstance(each, Adapter | StackedAdapter) for each in model.module.modules()) and any(
-        map(is_shared_out, model.module.parameters())
-    ):
-        what = "adapters are merged into weights by ranks that have both, and here ranks shard them."
-        raise PlanError(what, "Leave out shard, or train with a spec and use moefw convert export.")
     with ExitStack() as opened:
 
         def begin() -> str:

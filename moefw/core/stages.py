@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, Self, TypeVar, cast, dataclass_transform
+from typing import Any, Final, Generic, Protocol, Self, TypeVar, cast, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from moefw.core.errors import ContractError
 from moefw.core.records import RowGroups, Shard
 
 T_ = TypeVar("T_")
+
+FREE: Final = -2
+"""Stands in ``Batch.routes`` for each expert of a token whose router is to choose."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,))
@@ -68,7 +71,9 @@ class Batch:
     """int64: for each flattened token, the key from which stochastic rounding draws. A model makes keys of ``seeds_B``
     if its recipe draws. None: nothing is drawn."""
     routes: Mapping[int, Tensor] | None = None
-    """``expert_ids_TK`` by layer, from an earlier forward of the same tokens, for routers to replay."""
+    """``expert_ids_TK`` by layer, from an earlier forward of the same tokens, for routers to replay. -1: a
+    choice that is dropped. ``FREE`` for all choices of a token: the router chooses. A layer fills these in before it
+    calls its router."""
     dropless: bool = False
     """Whether the step runs again, without budgets of rows: rows overflowed one, or a memory policy had no room."""
     part: Shard | None = None

@@ -87,12 +87,12 @@ class _Lookup(torch.autograd.Function):
 
 
 def cross_entropy(logits_Tv: Tensor, labels_T: Tensor, tp: TensorParallel) -> Tensor:
-    """Loss of this rank's part of the tokens, summed in fp32.
+    """Loss ``(t)``, fp32, of each of this rank's part of the tokens.
 
     ``logits_Tv``: all tokens, this rank's part of the vocabulary. ``labels_T``: -100 for tokens without loss.
     """
     loss_t: Tensor = _CrossEntropy.apply(logits_Tv, labels_T, tp)  # type: ignore[no-untyped-call]
-    return loss_t.sum()
+    return loss_t
 
 
 class _CrossEntropy(torch.autograd.Function):

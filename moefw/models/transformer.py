@@ -189,7 +189,19 @@ class Transformer(nn.Module):
         if chunk is not None:
             return self._of_head(stream, stream.labels_NT, chunk).sum(1).unbind()
         pairs = zip(self.predictions(stream), stream.labels_NT, strict=True)
-        return [cross_entropy(logits_Tv, labels_T, self.tp) for logits_Tv, labels_T in pairs]
+        return [cross_entropy(logits_Tv, labels_T, self.tp).sum() for logits_Tv, labels_T in pairs]
+
+    def losses_of_next(self, stream: Stream, chunk: int) -> Tensor:
+        """Loss ``(t)`` of the next token, fp32, of each of this rank's tokens; 0 where the label is -100.
+
+        At most ``chunk`` rows have logits at a time, unless the recipe of the head is ``by_pass``.
+        """
+        assert stream.labels_NT is not None
+        labels_1T = stream.labels_NT[:1]
+        if self.precision.by_pass:
+            (logits_Tv,) = self.predictions(stream)
+            return cross_entropy(logits_Tv, labels_1T[0], self.tp)
+        return self._of_head(stream, labels_1T, chunk)[0]
 
     def predictions(self, stream: Stream) -> Sequence[Tensor]:
         """Logits ``(T, v)`` of all tokens for this rank's part of the vocabulary: next token, further ones."""
@@ -252,12 +264,24 @@ class Transformer(nn.Module):
         """Whether :meth:`extend` can be called: all attentions can go on, and each rank has whole sequences."""
         return self._reading.keeps_past
 
+    def padding(self, length: int) -> int:
+        """How many masked positions :meth:`logits` and :meth:`log_probs` add to sequences: routes have them, too."""
+        return self._reading.padding(length)
+
     def logits(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
         """``(B, S, vocabulary)`` logits, and statistics of this rank's layers by number. Collective over pp.
 
         S need not be a multiple of tp or cp.
         """
         return self._reading.logits(batch)
+
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Mapping[int, LayerStats]]:
+        """``(B, S)`` log-probabilities of the labels, fp32, and statistics of this rank's layers by number.
+
+        0 where the label is -100, or is not trained on. Collective over pp, and with gradients where there is none.
+        S need not be a multiple of tp or cp.
+        """
+        return self._reading.log_probs(batch)
 
     def extend(self, batch: Batch, past: Past | None) -> tuple[Tensor, Past]:
         """``(B, S, vocabulary)`` logits of tokens behind ``past``, and ``past`` with them. None: they are first.

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from moefw.core.contracts import Adapter, ExpertGemm, Precision, StackedAdapter
 from moefw.core.records import AdaptedWeight, Canonical, RowGroups
@@ -156,9 +157,29 @@ class MergeableWeight:
         adapter.to(device="meta")
         return {name: merged[rows] for name, rows in self.rows.items()}
 
-    def merge(self, weight: Tensor) -> Tensor:
-        """Merged weight, ``(O, I)``, given this rank's part of the weight."""
+    def merge(self, weight: Tensor, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Merged weight, ``(O, I)``, given this rank's part of the weight.
+
+        ``parameters``: the adapter's by name, where ranks shard them. None: its own.
+        """
         of_expert = () if self.expert is None else (self.expert,)
+        if parameters is None:
+            merged: Tensor = self.adapter.merged(weight, *of_expert)
+            return merged
+        named = {f"adapter.{name}": values for name, values in parameters.items()}
+        merged = functional_call(_Merge(self.adapter), named, (weight, *of_expert))
+        return merged
+
+
+class _Merge(nn.Module):
+    """The merging of an adapter as a forward, which can be called with other parameters."""
+
+    def __init__(self, adapter: Any) -> None:
+        super().__init__()
+        self.adapter = adapter
+
+    def forward(self, weight: Tensor, *of_expert: int) -> Tensor:
+        """Merged weight."""
         merged: Tensor = self.adapter.merged(weight, *of_expert)
         return merged
 
@@ -192,24 +213,33 @@ def begin_adapters(model: nn.Module) -> None:
 
 @final
 class MergedParameters:
-    """Parameters of a model on this rank with their adapters merged. No rank shards them (FSDP)."""
+    """Parameters of a model on this rank with their adapters merged."""
 
     def __init__(self, model: nn.Module) -> None:
         self._adapted = {name: adapted for adapted in mergeable_weights(model) for name in adapted.rows}
 
     @torch.no_grad()
     def of(self, pieces: Sequence[Canonical]) -> Tensor:
-        """Values of the parameter of ``pieces``: itself, or its merged values, fp32."""
-        parameter = values_of(pieces[0].parameter.detach())
+        """The parameter of ``pieces``, perhaps as codes, or its merged values, fp32.
+
+        Collective over the ranks that shard an adapted weight and its adapter (FSDP): its merged values are whole.
+        """
+        parameter = pieces[0].parameter.detach()
         by_name = {piece.name: piece for piece in pieces if piece.name in self._adapted}
         if not by_name:
             return parameter
-        merged = parameter.float().clone()
-        for adapted in dict.fromkeys(self._adapted[name] for name in by_name):
+        merged = values_of(whole(parameter)).float().clone()
+        adapted_weights = [*dict.fromkeys(self._adapted[name] for name in by_name)]
+        # One adapter may be of many experts: its parameters are gathered once.
+        gathered = {
+            adapter: {name: whole(value.detach()) for name, value in adapter.named_parameters()}
+            for adapter in dict.fromkeys(adapted.adapter for adapted in adapted_weights)
+        }
+        for adapted in adapted_weights:
             weight = torch.empty(adapted.adapter.weight.shape, device=merged.device)
             for name, rows in adapted.rows.items():
                 weight[rows] = by_name[name].of(merged)
-            weight = adapted.merge(weight)
+            weight = adapted.merge(weight, gathered[adapted.adapter])
             for name, rows in adapted.rows.items():
                 by_name[name].of(merged).copy_(weight[rows])
         return merged

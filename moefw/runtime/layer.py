@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moefw.core.contracts import Dispatcher
@@ -23,6 +24,7 @@ from moefw.runtime.compute.row_keys import with_keys
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.memory.static_rows import StaticRows
 from moefw.runtime.phases import Function, Phase
+from moefw.runtime.replayed_routes import differences, filled
 from moefw.runtime.router_entropy import ROUTER_ENTROPY, entropy_of_scores
 
 
@@ -90,7 +92,7 @@ class MoELayer(nn.Module):
         self.dispatcher = dispatcher
         self.first_expert = first_expert
         self.budgeted = budgeted
-        self._route = region("router", router.__call__)
+        self._route = region("router", self._choose)
         self._experts = region("experts", experts.__call__)
         self._shared = None if shared_expert is None else region("shared_experts", shared_expert.__call__)
         self._arrive = movement("dispatch", self._finish_dispatch, self._dispatch_again)
@@ -126,6 +128,20 @@ class MoELayer(nn.Module):
             aux_losses = {name: batch.over_trained(loss) for name, loss in routing.aux_losses.items()}
             routing = replace(routing, aux_losses=aux_losses)
         return Sent(pending=pending, x_TD=x_TD, routing=routing, batch=batch, beside=beside)
+
+    def _choose(self, x_TD: Tensor, batch: Batch) -> Routing:
+        """Routing of the tokens: to the experts that the batch names, and else to those that the router chooses."""
+        if batch.routes is None or self.number not in batch.routes:
+            routing: Routing = self.router(x_TD, batch)
+            return routing
+        with torch.no_grad(), forward_with(aux_losses=[]):  # those of the second call are the ones that count
+            free: Routing = self.router(x_TD, replace(batch, routes=None))
+        chosen_TK = free.expert_ids_TK if free.choices_TK is None else free.choices_TK
+        given_TK = batch.route(self.number, *chosen_TK.shape)
+        assert given_TK is not None, "the batch has routes of this layer"
+        ids_TK = filled(given_TK, chosen_TK)
+        routing = self.router(x_TD, replace(batch, routes={**batch.routes, self.number: ids_TK}))
+        return replace(routing, stats={**routing.stats, **differences(given_TK, chosen_TK)})
 
     def receive(self, sent: Sent) -> Received:
         """Run the shared expert while the dispatch is in flight, and finish the dispatch.

@@ -15,16 +15,19 @@ from ruamel.yaml import YAML
 from moefw.testing.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = {"own_loop": "use-in-your-own-loop", "replace_moe": "replace-moe-blocks"}
-"""The guide of each example."""
+EXAMPLES = {
+    "own_loop": ("use-in-your-own-loop", 60),
+    "replace_moe": ("replace-moe-blocks", 60),
+    "rewards": ("train-with-rewards", 16),
+}
+"""The guide of each example, and steps after which it has learned."""
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_a_guide_shows_its_example(example: str) -> None:
     code = (ROOT / "examples" / f"{example}.py").read_text()
-    assert (
-        f'```python title="{example}.py"\n{code}```' in (ROOT / "docs/guides" / f"{EXAMPLES[example]}.md").read_text()
-    )
+    guide, _ = EXAMPLES[example]
+    assert f'```python title="{example}.py"\n{code}```' in (ROOT / "docs/guides" / f"{guide}.md").read_text()
 
 
 def trained(example: str, steps: int) -> float:
@@ -39,7 +42,7 @@ def trained(example: str, steps: int) -> float:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_learns(pool: RankPool, example: str, world: int) -> None:
     before = pool.run(trained, world, example, 1)
-    after = pool.run(trained, world, example, 60)
+    after = pool.run(trained, world, example, EXAMPLES[example][1])
     assert all(late < 0.7 * early for early, late in zip(before, after, strict=True))
 
 

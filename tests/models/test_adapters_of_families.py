@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import moefw
+from adapted_models import LORA, adapted, tensors_of_adapter
 from hf_models import MODELS, VOCABULARY, loaded, model_of
 from moefw.compose.adapter_weights import adapter_config
 from moefw.models.huggingface.adapter_files import write_adapter
@@ -22,20 +23,6 @@ from moefw.testing.pool import RankPool
 from pairwise import deep, quick
 
 IDS = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
-LORA = {"use": "lora", "rank": 8, "alpha": 4.0}
-
-
-def adapted(folder: Path, adapter: Mapping[str, Any] = LORA, **sections: Any) -> moefw.Pretrained:
-    """A model with random adapters, the same in every layout. Magnitudes are near those of the weights."""
-    model = moefw.from_pretrained(folder, adapter=adapter, **sections)
-    with torch.no_grad():
-        for piece in canonical_parameters(model.module):
-            if piece.of_adapter:
-                values = piece.of(piece.parameter)
-                whole = draw(piece.name, piece.shard.whole(values.shape) if piece.shard else values.shape, 0.05, seed=1)
-                drawn = piece.shard.of(whole) if piece.shard else whole
-                values.copy_(values * (1 + drawn) if piece.name.endswith("lora_magnitude") else drawn)
-    return model.eval()
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -90,36 +77,24 @@ def save_split(folder: Path, parallel: dict[str, object]) -> None:
     moefw.save_pretrained(model, folder / "split")
 
 
-def test_ranks_merge_their_parts(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"dense": {"tp": 2}, "experts": {"ep": 2, "etp": 2}},
+        {"dense": {"tp": 2, "shard": "all"}, "experts": {"ep": 2, "shard": "all"}},
+    ],
+    ids=["split", "sharded"],
+)
+def test_ranks_merge_their_parts(pool: RankPool, parallel: dict[str, object], tmp_path: Path) -> None:
     """Model-Optimizer#1631: a folder that was written by 8 ranks of ep had lost 7 of 8 experts."""
     oracle = model_of("deepseek_v3")
     oracle.save_pretrained(tmp_path / "in")
     moefw.save_pretrained(adapted(tmp_path / "in"), tmp_path / "whole")
-    pool.run(save_split, 4, tmp_path, {"dense": {"tp": 2}, "experts": {"ep": 2, "etp": 2}})
+    pool.run(save_split, 4, tmp_path, parallel)
     wanted, found = (loaded(oracle, tmp_path / name) for name in ("whole", "split"))
     assert wanted.keys() == found.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
-
-
-def save_sharded(folder: Path) -> None:
-    model = moefw.from_pretrained(folder / "in", adapter=LORA, parallel={"dense": {"shard": "all"}})
-    moefw.save_pretrained(model, folder / "sharded")
-
-
-def test_ranks_that_shard_weights_do_not_merge(pool: RankPool, tmp_path: Path) -> None:
-    model_of("qwen3_moe").save_pretrained(tmp_path / "in")
-    with pytest.raises(moefw.ContractError, match="adapters are merged into weights by ranks that have both"):
-        pool.run(save_sharded, 2, tmp_path)
-    assert not (tmp_path / "sharded").exists()
-
-
-def tensors_of_adapter(model: moefw.Pretrained) -> dict[str, torch.Tensor]:
-    return {
-        piece.name: piece.of(piece.parameter.detach())
-        for piece in canonical_parameters(model.module)
-        if piece.of_adapter
-    }
 
 
 def as_written_by_peft(peft: Any, folder: Path, shapes: Mapping[str, Any], family: str) -> dict[str, torch.Tensor]:

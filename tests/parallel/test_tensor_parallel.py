@@ -38,7 +38,7 @@ def embed_and_lose(size: int, scale: float) -> dict[str, torch.Tensor]:
     embedding.weight.data.copy_(shard.of(table) if shard else table)
     x_tD = embedding(ids_T)
     logits_Tv = tp.gather(x_tD) @ embedding.weight.T * scale
-    loss = cross_entropy(logits_Tv, labels_T, tp)
+    loss = cross_entropy(logits_Tv, labels_T, tp).sum()
     loss.backward()
     assert embedding.weight.grad is not None
     return {"x": x_tD.detach(), "loss": loss.detach(), "grad": embedding.weight.grad}
@@ -64,7 +64,7 @@ def test_the_loss_of_a_rank_is_that_of_its_tokens(pool: RankPool) -> None:
 
 def lose_own(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     tp = split_over(2)
-    return cross_entropy(logits.chunk(2, 1)[tp.index], labels, tp)
+    return cross_entropy(logits.chunk(2, 1)[tp.index], labels, tp).sum()
 
 
 def logits_of(parallel: dict[str, Any], world: int, length: int) -> torch.Tensor:

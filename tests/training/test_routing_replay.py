@@ -22,9 +22,10 @@ from moefw.compose.spec.source import Marks
 from moefw.core.errors import DataError
 from moefw.core.stages import Batch
 from moefw.runtime.naming import initialise
+from moefw.runtime.replayed_routes import DIFFERING, GIVEN
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL
-from moefw.training.engine import Engine
+from moefw.training.engine import Engine, StepResult
 from moefw.training.routes.file import AGAIN, Wanted, drop_after
 from moefw.training.routes.recorder import Recorder
 from moefw.training.routes.replay import Replay
@@ -45,6 +46,11 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 
 def trained(recorded: Path, replayed: Path | None, parallel: Mapping[str, Any], seed: int = 0) -> list[float]:
     """Train on tokens that depend on the step alone, record routes and perhaps replay some; return losses. Collective."""
+    return [result.loss for result in steps_of(recorded, replayed, parallel, seed)]
+
+
+def steps_of(recorded: Path, replayed: Path | None, parallel: Mapping[str, Any], seed: int = 0) -> list[StepResult]:
+    """The results of these steps."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(
         {**SMALL, "model": MODEL, "parallel": parallel}, Marks("replay"), defaults=defaults(), world=world
@@ -63,7 +69,7 @@ def trained(recorded: Path, replayed: Path | None, parallel: Mapping[str, Any], 
         Recorder(recorded, layout, tuple(assembly.layers), assembly.site.dims.top_k).record(
             step, batches, result.routes
         )
-        found.append(result.loss)
+        found.append(result)
     shared.close()
     return found
 
@@ -123,6 +129,26 @@ def test_choices_follow_the_file_and_not_the_weights(
     trained(tmp_path / "replayed", routes, {}, seed=4)
     assert not same(tmp_path / "free", routes)
     assert same(tmp_path / "replayed", routes)
+
+
+def counted(recorded: Path, replayed: Path, parallel: Mapping[str, Any], seed: int) -> list[tuple[float, float]]:
+    """How many choices were given, and differ, in each step."""
+    counts = [step.counts for step in steps_of(recorded, replayed, parallel, seed)]
+    return [(each[GIVEN], each[DIFFERING]) for each in counts]
+
+
+@pytest.mark.parametrize("layout", ["one rank", "cp 2, ep 2", "pp 3"])
+def test_choices_that_a_router_would_not_have_made_are_counted(
+    pool: RankPool, recorded: dict[str, tuple[Path, list[float]]], layout: str, tmp_path: Path
+) -> None:
+    routes, _ = recorded["one rank"]
+    world, parallel = LAYOUTS[layout]
+    choices = 2.0 * 2 * 16 * 16  # of two layers, for two experts of each token
+    first, *_ = pool.run(counted, world, tmp_path, routes, parallel, 0)[0]
+    assert first == (choices, 0.0)
+    for given, differing in pool.run(counted, world, tmp_path, routes, parallel, 4)[0]:
+        assert given == choices
+        assert 0.5 * choices < differing < choices  # other weights: two of eight experts agree by chance
 
 
 def in_layer_2(edit: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from moefw.core.errors import CheckpointError, Problem
@@ -17,6 +18,7 @@ from moefw.models.huggingface.adapter_places import (
     DENSE,
     EXPERT,
     Layout,
+    Place,
     Shape,
     dense_tensors,
     expert_tensors,
@@ -30,7 +32,40 @@ from moefw.runtime.finite import all_finite
 from moefw.system.folders import new_folder
 
 FILE: Final = "adapter_model.safetensors"
+DTYPE: Final = torch.float32
+"""The dtype of adapters in files, as PEFT writes those that it has trained."""
 Style = Literal["peft", "vllm"]
+
+
+@frozen
+class AdapterFiles:
+    """What the files of an adapter hold: ``places`` of tensors by our names, and the names that PEFT finds them by.
+
+    ``left_out``: our names of the tensors for which there is no place.
+    """
+
+    places: Mapping[str, tuple[Place, ...]]
+    targets: Targets
+    left_out: tuple[str, ...]
+
+
+def adapter_files(
+    config: AdapterConfig, shapes: Mapping[str, Shape], *, model_type: str, num_layers: int, style: Style
+) -> AdapterFiles:
+    """Places of an adapter's tensors: see :func:`write_adapter`.
+
+    Raises CheckpointError with all that the files cannot say.
+    """
+    left_out = tuple(sorted(name for name in shapes if layer_of(name) >= num_layers))
+    kept = {name: shape for name, shape in shapes.items() if layer_of(name) < num_layers}
+    rules = FAMILIES[model_type].rules
+    layout = Layout(rules, per_expert=style == "vllm" and not stacked_on_hub(rules))
+    _require_whole(kept, config, layout, model_type)
+    targets = _targets(kept, layout, num_layers, model_type)
+    refused = list(_refused_by_vllm(kept, config) if style == "vllm" else _refused_by_peft(config, targets))
+    if refused:
+        raise CheckpointError(refused)
+    return AdapterFiles(layout.places(kept), targets, left_out)
 
 
 def write_adapter(
@@ -42,7 +77,7 @@ def write_adapter(
     model_type: str,
     num_layers: int,
     style: Style = "peft",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = DTYPE,
 ) -> tuple[str, ...]:
     """Write a folder that PEFT or vLLM loads, and return the names of the tensors that it leaves out.
 
@@ -53,18 +88,10 @@ def write_adapter(
     Raises CheckpointError with all that the files cannot say, if values are not finite, or if ``folder`` holds
     something. It appears whole or not at all.
     """
-    left_out = tuple(sorted(name for name in shapes if layer_of(name) >= num_layers))
-    kept = {name: shape for name, shape in shapes.items() if layer_of(name) < num_layers}
-    rules = FAMILIES[model_type].rules
-    layout = Layout(rules, per_expert=style == "vllm" and not stacked_on_hub(rules))
-    _require_whole(kept, config, layout, model_type)
-    places = layout.places(kept)
-    targets = _targets(kept, layout, num_layers, model_type)
-    refused = list(_refused_by_vllm(kept, config) if style == "vllm" else _refused_by_peft(config, targets))
-    if refused:
-        raise CheckpointError(refused)
+    files = adapter_files(config, shapes, model_type=model_type, num_layers=num_layers, style=style)
+    places = files.places
     with new_folder(folder) as scratch:
-        (scratch / CONFIG).write_text(written_config(config, targets))
+        (scratch / CONFIG).write_text(written_config(config, files.targets))
         create(scratch / FILE, {place.key: (dtype, place.shape) for each in places.values() for place in each})
         written = Written.opened(scratch)
         with all_finite(f"the adapter in {str(dtype).removeprefix('torch.')}", _not_finite) as looked_at:
@@ -73,7 +100,7 @@ def write_adapter(
                 for place in each:
                     looked_at(name, place.of(written.tensors[place.key]).copy_(values))
         written.flush()
-    return left_out
+    return files.left_out
 
 
 def _not_finite(what: str) -> CheckpointError:

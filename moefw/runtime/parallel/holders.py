@@ -82,17 +82,31 @@ class Holding:
         ``value``: the parameter, a tensor of its shape, or a scalar that belongs to it. The ranks that hold copies take
         turns: rank ``turn`` of them writes, counted around.
         """
-        if self.stages and layout.index("pp") != self.stages[0]:
+        if not self.in_stage(layout):
             return
         gathered = values_of(whole(value))
-        if layout.index(*self.copied_over) != turn % layout.size(*self.copied_over):
+        if not self.has_turn(layout, turn):
             return
         for piece in self.pieces:
-            tensor = piece.of(gathered) if gathered.shape == self.parameter.shape else gathered
-            if piece.shard is not None:
-                tensor = joined(tensor, piece.shard, layout.group(piece.shard.axis))
-            if piece.shard is None or piece.shard.index == 0:
+            tensor = self.joined(piece, gathered, layout)
+            if is_first_part(piece):
                 yield piece.name, tensor
+
+    def in_stage(self, layout: Layout) -> bool:
+        """Whether this rank is in the one stage that writes the parameter, of those that hold copies."""
+        return not self.stages or layout.index("pp") == self.stages[0]
+
+    def has_turn(self, layout: Layout, turn: int = 0) -> bool:
+        """Whether it is this rank's turn among those that hold copies: see :meth:`written`."""
+        return layout.index(*self.copied_over) == turn % layout.size(*self.copied_over)
+
+    def joined(self, piece: Canonical, gathered: Tensor, layout: Layout) -> Tensor:
+        """Whole tensor of a piece, from a value of :meth:`written` that no rank shards.
+
+        Collective over the ranks that hold its parts.
+        """
+        tensor = piece.of(gathered) if gathered.shape == self.parameter.shape else gathered
+        return tensor if piece.shard is None else joined(tensor, piece.shard, layout.group(piece.shard.axis))
 
     def _num_shards(self, layout: Layout) -> int:
         """Number of ranks over which FSDP shards each copy."""
@@ -104,6 +118,11 @@ def holdings(model: nn.Module) -> Iterator[Holding]:
     experts = expert_parameters(model)
     for parameter, pieces in by_parameter(model):
         yield Holding(parameter=parameter, pieces=pieces, side="experts" if parameter in experts else "dense")
+
+
+def is_first_part(piece: Canonical) -> bool:
+    """Whether this rank holds the first part of a tensor that ranks split, or all of one that they do not."""
+    return piece.shard is None or piece.shard.index == 0
 
 
 def writes_state(side: Side, layout: Layout) -> bool:

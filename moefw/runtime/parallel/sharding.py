@@ -46,7 +46,7 @@ class Sharding:
     ) -> M:
         """Shard the module's parameters, gather them in ``dtype`` only while it runs, and return the module.
 
-        It runs while its ``forward``, ``logits`` or ``extend`` does.
+        It runs while its ``forward``, ``logits``, ``log_probs`` or ``extend`` does.
         Units inside, and the parameters ``apart``, are not included. Gradients are reduced in fp32. With ``codec``,
         matrices that train are gathered as codes and scales. Frozen ones that are held as codes always are. Raises
         PlanError with the unit's ``name`` if the codec cannot encode one.
@@ -73,7 +73,7 @@ class Sharding:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        for method in ("logits", "extend"):
+        for method in ("logits", "log_probs", "extend"):
             if hasattr(module, method):
                 register_fsdp_forward_method(module, method)
         return module

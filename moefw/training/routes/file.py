@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moefw.core.errors import DataError, Problem
+from moefw.runtime.replayed_routes import wrong_ids
 from moefw.system.files import replaced_file
 
 DIGESTS: Final = "ids_sha256"
@@ -104,14 +105,6 @@ class Wanted:
 
     def check(self, ids_BSK: Tensor, where: str, first: int) -> Iterator[Problem]:
         """Yield what is wrong with expert ids of sequences from ``first`` on: out of range, or the same one twice."""
-        outside = (ids_BSK < -1) | (ids_BSK >= self.num_experts)
-        best = ids_BSK.sort(-1).values
-        twice = (best[..., 1:] == best[..., :-1]) & (best[..., 1:] >= 0)
-        for wrong, what in (
-            (outside, f"an id outside of the {self.num_experts} experts"),
-            (twice, "an expert twice"),
-        ):
-            if wrong.any():
-                sequence, position = wrong.any(-1).nonzero()[0].tolist()
-                at = f"sequence {first + sequence}, position {position}"
-                yield Problem(f"{where}: {at} has {what}: {ids_BSK[sequence, position].tolist()}.", AGAIN)
+        for what, sequence, position in wrong_ids(ids_BSK, self.num_experts):
+            at = f"sequence {first + sequence}, position {position}"
+            yield Problem(f"{where}: {at} has {what}: {ids_BSK[sequence, position].tolist()}.", AGAIN)

@@ -13,19 +13,11 @@ from torch import Tensor
 
 from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
-from moefw.runtime.parallel.sequence_cut import SequenceCut
-from moefw.runtime.parallel.tensor_parallel import TensorParallel
+from moefw.runtime.parallel.own_tokens import own_tokens
 from moefw.training.routes.file import write
 
 _ELSEWHERE: Final = torch.iinfo(torch.int16).min
 """Stands for the expert ids of layers that this rank does not have."""
-
-
-def own_tokens(layout: Layout, whole_BS: Tensor) -> Tensor:
-    """Tokens of a micro-batch whose experts this rank chooses, flattened."""
-    shard = TensorParallel(layout).shard(0)
-    whole_T = SequenceCut(layout).own(whole_BS).flatten(0, 1)
-    return whole_T if shard is None else shard.of(whole_T)
 
 
 @final

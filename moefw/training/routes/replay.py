@@ -14,9 +14,9 @@ from moefw.core.contracts import Layout
 from moefw.core.errors import DataError, MoefwError, Problem
 from moefw.core.stages import Batch
 from moefw.runtime.communication.agreement import raise_together
+from moefw.runtime.parallel.own_tokens import own_tokens
 from moefw.training.faults.blame import in_words
 from moefw.training.routes.file import AGAIN, DIGESTS, Wanted, digests, layer_name, path_of
-from moefw.training.routes.recorder import own_tokens
 
 _FILES_TOLD: Final = 8
 """Wrong files whose problems are told one by one; of more, only the number."""
