@@ -139,7 +139,7 @@ class Steps:
         """Compute what a step does: the entropy in each layer and micro-batch, and its sums."""
         experts = self.session.assembly.site.dims.num_experts
         for batch in batches:
-            scores_TE = torch.full((batch.ids_BS.numel(), experts), 1.0 / experts, device=self.session.device)
+            scores_TE = torch.rand((batch.ids_BS.numel(), experts), device=self.session.device)
             for _ in self.session.assembly.layers:
                 entropy_of_scores(scores_TE, batch.mask_T).double().add_(1.0)
 
