@@ -126,20 +126,20 @@ class Steps:
         """Return the seconds of the processor that each part takes in a step."""
         batches = list(self.feed.micro_batches(self.step))
         result = self._trained()
+        experts = self.session.assembly.site.dims.num_experts
+        scores = [torch.rand((batch.ids_BS.numel(), experts), device=self.session.device) for batch in batches]
         norms = self.engine.gradients
         line = [timed(lambda: self._write(result))[1] for _ in range(REPEATS)]
         more = [timed(norms.norms)[1] - timed(lambda: one_norm(norms))[1] for _ in range(REPEATS)]
         return {
             "line and load": median(line),
             "norms by part": max(median(more), 0.0),
-            "router entropy": median(timed(lambda: self._entropies(batches))[1] for _ in range(REPEATS)),
+            "router entropy": median(timed(lambda: self._entropies(scores, batches))[1] for _ in range(REPEATS)),
         }
 
-    def _entropies(self, batches: Sequence[Batch]) -> None:
+    def _entropies(self, scores: Sequence[Tensor], batches: Sequence[Batch]) -> None:
         """Compute what a step does: the entropy in each layer and micro-batch, and its sums."""
-        experts = self.session.assembly.site.dims.num_experts
-        for batch in batches:
-            scores_TE = torch.rand((batch.ids_BS.numel(), experts), device=self.session.device)
+        for scores_TE, batch in zip(scores, batches, strict=True):
             for _ in self.session.assembly.layers:
                 entropy_of_scores(scores_TE, batch.mask_T).double().add_(1.0)
 
