@@ -1,8 +1,9 @@
 """What it costs a step to record it: its line, the load of experts, norms by part and the entropy of routers.
 
-Steps of the quickstart on one rank alternate with and without all of this, in one process, in wall time and in seconds
-of the processor. As steps differ by more than recording costs, each part is also timed by itself, as often as a step
-runs it; their sum over a step is the share that is told. Results go to ``benchmarks/results/recording.json``.
+Steps of the quickstart on one rank run in threes, on one batch, in one process: without all of this, with it, and
+without it once more. The last of them is a control: its ratio to the first shows by how much equal steps differ here.
+As they may differ by more than recording costs, each part is also timed by itself, as often as a step runs it; their
+sum over a step is the share that is told. Results go to ``benchmarks/results/recording.json``.
 
     python benchmarks/recording.py [rounds] [key=value ...]
 """
@@ -45,7 +46,7 @@ from moefw.training.world import ALONE
 
 SPEC = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 WARM_UP = 3
-REPEATS = 20
+REPEATS = 100
 """How often each part is timed by itself."""
 
 
@@ -73,24 +74,28 @@ class Steps:
         run_dir.mkdir(parents=True)
         self.log.open(run_dir, keep_until=None, writing=written)
         self.step = 0
+        self.lines = 0
 
     def measure(self, rounds: int) -> dict[str, Any]:
         """Return medians of steps, peaks of memory, and what each part takes of a step."""
         peaks = {}
         for name, way in (("off", self.unrecorded), ("on", self.recorded)):
             for _ in range(WARM_UP):
+                self.step += 1
                 way()
             peaks[name] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        taken: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
+        ways = {"off": self.unrecorded, "on": self.recorded, "control": self.unrecorded}
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for turn in range(rounds):
-            for name in sorted(taken, reverse=turn % 2 == 1):
-                taken[name].append(timed(self.recorded if name == "on" else self.unrecorded))
+            self.step += 1
+            for name in sorted(ways, reverse=turn % 2 == 1):
+                taken[name].append(timed(ways[name]))
         wall, processor = ({name: median(pair[of] for pair in pairs) for name, pairs in taken.items()} for of in (0, 1))
         parts = self.parts()
         return {
             "wall_s": wall,
             "processor_s": processor,
-            "processor_ratio": processor["on"] / processor["off"],
+            "processor_ratio": {name: ratio_of(taken[name], taken["off"]) for name in ("on", "control")},
             "more_peak_bytes": peaks["on"] - peaks["off"],
             "parts_processor_s": parts,
             "share_of_step": sum(parts.values()) / processor["off"],
@@ -107,34 +112,34 @@ class Steps:
         self._write(result)
 
     def _write(self, result: StepResult) -> None:
-        line = record_of(self.step, 0.0, result)
+        line = record_of(self.lines, 0.0, result)
         line["seconds"] = self.clock.step_done()
         self.log.step(line, result.layers, result.load_LE)
+        self.lines += 1
 
     def _trained(self) -> StepResult:
         batches = list(self.feed.micro_batches(self.step))
         lr = learning_rate(self.session.assembly, self.step)
-        self.step += 1
-        return self.engine.step(batches, lr, self.clock, number=self.step)
+        return self.engine.step(batches, lr, self.clock)
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of the processor that each part takes in a step."""
         batches = list(self.feed.micro_batches(self.step))
         result = self._trained()
+        experts = self.session.assembly.site.dims.num_experts
+        scores = [torch.rand((batch.ids_BS.numel(), experts), device=self.session.device) for batch in batches]
         norms = self.engine.gradients
         line = [timed(lambda: self._write(result))[1] for _ in range(REPEATS)]
-        by_part, alone = ([timed(way)[1] for _ in range(REPEATS)] for way in (norms.norms, lambda: one_norm(norms)))
+        more = [timed(norms.norms)[1] - timed(lambda: one_norm(norms))[1] for _ in range(REPEATS)]
         return {
             "line and load": median(line),
-            "norms by part": max(median(by_part) - median(alone), 0.0),
-            "router entropy": median(timed(lambda: self._entropies(batches))[1] for _ in range(REPEATS)),
+            "norms by part": max(median(more), 0.0),
+            "router entropy": median(timed(lambda: self._entropies(scores, batches))[1] for _ in range(REPEATS)),
         }
 
-    def _entropies(self, batches: Sequence[Batch]) -> None:
+    def _entropies(self, scores: Sequence[Tensor], batches: Sequence[Batch]) -> None:
         """Compute what a step does: the entropy in each layer and micro-batch, and its sums."""
-        experts = self.session.assembly.site.dims.num_experts
-        for batch in batches:
-            scores_TE = torch.full((batch.ids_BS.numel(), experts), 1.0 / experts, device=self.session.device)
+        for scores_TE, batch in zip(scores, batches, strict=True):
             for _ in self.session.assembly.layers:
                 entropy_of_scores(scores_TE, batch.mask_T).double().add_(1.0)
 
@@ -144,6 +149,11 @@ def timed(way: Callable[[], object]) -> tuple[float, float]:
     wall, processor = time.perf_counter(), time.process_time()
     way()
     return time.perf_counter() - wall, time.process_time() - processor
+
+
+def ratio_of(taken: Sequence[tuple[float, float]], of: Sequence[tuple[float, float]]) -> float:
+    """Return the median over rounds of the processor's seconds in relation to those of another way."""
+    return median(one / other for (_, one), (_, other) in zip(taken, of, strict=True))
 
 
 @contextmanager

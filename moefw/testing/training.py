@@ -70,12 +70,13 @@ def short_run(
     read: Read | None = None,
     plugins: tuple[type[Plugin], ...] = (),
     prompts: bool = False,
+    rehearsals: int = 0,
 ) -> Run:
     """Train on random tokens that depend on the step alone; each rank takes its share of the sequences.
 
     ``padded``: sequences have unequal numbers of valid tokens, and some have none. ``packed``: each holds documents of
     unequal length, whose positions start anew. ``read``: other tokens. ``plugins`` need not be installed. ``prompts``:
-    some valid tokens have no loss.
+    some valid tokens have no loss. ``rehearsals``: how often each step is rehearsed.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(
@@ -97,7 +98,11 @@ def short_run(
     engine = Engine.of(model, optimizer, layout, train)
     first = _weights(model, layout)
     batches = read(assembly, layout) if read else partial(_drawn, assembly, layout, padded, packed, prompts)
-    results = [engine.step(batches(step), train.lr, _no_clock) for step in range(steps)]
+    results = []
+    for step in range(steps):
+        for _ in range(rehearsals):
+            engine.rehearse(batches(step), _no_clock)
+        results.append(engine.step(batches(step), train.lr, _no_clock))
     state = {name: tensor.clone() for name, tensor in state_tensors(model).items()}
     shared.close()
     return Run(results=results, first=first, last=_weights(model, layout), state=state)

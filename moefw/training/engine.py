@@ -152,6 +152,17 @@ class Engine:
         result = _result(verdict.attempt)
         return replace(result, counts={**result.counts, verdict.metric: 1.0}, note=verdict.note)
 
+    def rehearse(self, batches: Sequence[Batch], clock: Clock) -> StepResult:
+        """Run a step up to its update, and drop its gradients. No later step has another bit because of it.
+
+        It is a step that is not updated, as one that is skipped or run again, and so rests on what those rest on: a
+        pass reads states and writes none, draws are made from the keys of tokens, and each step begins by clearing
+        gradients and what meters have seen.
+        """
+        result = _result(self._attempt(self._scaled(batches), clock, self.run))  # waits for the device
+        self.optimizer.zero_grad(set_to_none=True)
+        return result
+
     def _attempt(self, batches: Sequence[Batch], clock: Clock, run: Run) -> Attempt:
         """Run the step up to its update, and run it again without budgets if one overflowed."""
         tally = self._accumulate(batches, clock, run)

@@ -20,6 +20,7 @@ from moefw.compose.pretrained import read_weights
 from moefw.compose.routes import ROUTES
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import Problem, RunError
+from moefw.core.stages import Batch
 from moefw.models.huggingface.beside import CHAT, hand_on
 from moefw.runtime.communication.agreement import anywhere
 from moefw.system.stamps import stamp
@@ -132,12 +133,26 @@ class Trainer:
             changes = self._open_files(about)
             with Progress(total_steps=self.spec.steps, start_step=self.start, console=self.console) as progress:
                 introduce(self.session, parameters, self.start, [*self.notes, *changes], self.console)
+                if self.forecast.rehearsals:
+                    self._rehearse()
                 self.requests.mode = "defer"
                 for step in range(self.start, self.spec.steps):
                     self._step_of_run(step, progress)
             self.requests.mode = "finish"
             self.log.end_window()
             conclude(self.session, self.run_dir, self.clock, self.console)
+
+    def _rehearse(self) -> None:
+        """Run the first step a few times without its update, and tell how long the run will take. Collective."""
+        seconds = []
+        with self.clock.aside("rehearsal"):  # it is no part of the first step's record
+            for _ in range(self.forecast.rehearsals):
+                stamp("rehearsal", step=self.start + 1)
+                began = time.perf_counter()
+                clock = StepClock()
+                self.engine.rehearse(self._batches(self.start, clock), clock)
+                seconds.append(time.perf_counter() - began)
+        say(self.console, self.forecast.rehearsed(seconds))
 
     def _step_of_run(self, step: int, progress: Progress) -> None:
         """Train one step, record and show it, and save or stop after it if that is due."""
@@ -234,9 +249,7 @@ class Trainer:
         stamp("observers", step=step + 1)
         self._notify("moefw_before_step", step)
         began = time.perf_counter()
-        with self.clock("data"):
-            batches = list(self.feed.micro_batches(step))
-        batches = self.routes.given(step + 1, batches)
+        batches = self._batches(step, self.clock)
         lr = learning_rate(self.session.assembly, step)
         try:
             with self._traced(step + 1) as clock:
@@ -264,6 +277,12 @@ class Trainer:
         stamp("observers")
         self._notify("moefw_after_step", step, metrics=record)
         return record, result
+
+    def _batches(self, step: int, clock: Clock) -> list[Batch]:
+        """This rank's micro-batches of a step (from 0), with the routes that are replayed. Collective."""
+        with clock("data"):
+            batches = list(self.feed.micro_batches(step))
+        return self.routes.given(step + 1, batches)
 
     def _traces(self, options: TraceOptions | None) -> StepTraces | None:
         """What traces steps of this run; None: nothing does. Raises PlanError if it does not have these steps."""

@@ -61,7 +61,8 @@ def test_a_recorded_step_is_measured_beside_one_that_is_not(monkeypatch: pytest.
     small = (f"data.path={tmp_path}/text.txt", "data.tokenizer=bytes", "model.vocab_size=256", "model.num_layers=1")
     sizes = ("train.seq_len=64", "train.tokens_per_step=512", "train.eval_tokens=512", "precision.use=fp32")
     measured = recording.main(1, *small, *sizes, dry=True)
-    assert measured["wall_s"].keys() == {"off", "on"}
+    assert measured["wall_s"].keys() == {"off", "on", "control"}
+    assert measured["processor_ratio"].keys() == {"on", "control"}
     assert all(seconds > 0 for seconds in measured["parts_processor_s"].values() if seconds)
     assert measured["share_of_step"] > 0
     assert (tmp_path / "recording.json").is_file()

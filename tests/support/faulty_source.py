@@ -46,13 +46,16 @@ FAULTS: Mapping[str, Callable[[], Any]] = {
 
 @frozen(kw_only=True)
 class Faulty(Text):
-    """Text that fails at the ``at``-th read of ``rank``, or with 0 when it is prepared; then ``mark`` is created."""
+    """Text that fails at the ``at``-th read of ``rank``, or with 0 when it is prepared; then ``mark`` is created.
+
+    A rank alone reads eight sequences for a step, one of two ranks four. Three rehearsals read those of the first one.
+    """
 
     name: ClassVar[str] = "faulty"
 
     fault: str = "none"
     rank: int = 0
-    at: int = 9
+    at: int = 33
     mark: str = "/dev/null"
 
     def happen(self) -> None:

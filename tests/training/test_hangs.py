@@ -26,7 +26,7 @@ def test_a_rank_that_blocks_in_its_data_source_is_named(tmp_path: Path, environm
     assert code == 1
     (line,) = said
     assert line.startswith("error: rank 1 (")
-    assert "(run.timeout_s allows 6): step 3, data; rank 0 waits in all_reduce of ranks 0 and 1. " in line
+    assert "(run.timeout_s allows 6): step 6, data; rank 0 waits in all_reduce of ranks 0 and 1. " in line
     assert "in _block" in (tmp_path / "run" / "stacks" / "rank-1.txt").read_text()
     assert "in all_reduce" in (tmp_path / "run" / "stacks" / "rank-0.txt").read_text()
 
@@ -44,7 +44,7 @@ def test_a_rank_of_a_pipeline_that_blocks_is_named(tmp_path: Path, environment: 
 
 
 @pytest.mark.fault("a run of one rank blocks ({id})", "named with step and phase; stacks are kept")
-@pytest.mark.parametrize(("at", "place"), [(0, "preparing data: text.txt"), (9, "step 2, data")])
+@pytest.mark.parametrize(("at", "place"), [(0, "preparing data: text.txt"), (9, "step 1, data"), (33, "step 2, data")])
 def test_a_single_rank_that_blocks_in_its_data_source_is_named(
     tmp_path: Path, environment: dict[str, str], at: int, place: str
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_rank_without_memory_is_told_the_plan(tmp_path: Path, environment: dic
     code, said, _ = end(train(environment, path, "data.fault=all memory", "data.rank=1"))
     assert code == 1
     (line,) = said
-    assert "ran out of memory at step 3, data. The plan of each of 2 ranks: saved for backward 0.3 MiB, " in line
+    assert "ran out of memory at step 6, data. The plan of each of 2 ranks: saved for backward 0.3 MiB, " in line
 
 
 @pytest.mark.fault("rank {id} is stopped under torchrun", "named; stacks of the others are kept")

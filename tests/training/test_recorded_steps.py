@@ -116,6 +116,12 @@ def test_scores_count_divided_by_their_sum(scores: list[float], entropy: float) 
     assert entropy_of_scores(scores_TE[:0], None).tolist() == [0.0, 0.0]
 
 
+def test_the_entropy_of_a_sure_router_has_no_sign_and_that_of_logits_is_not_finite() -> None:
+    for mask_T in (None, torch.tensor([True])):
+        assert not entropy_of_scores(torch.zeros(1, 4), mask_T).signbit().any()
+        assert not entropy_of_scores(torch.tensor([[-1.0, 0.5, 2.0]]), mask_T)[0].isfinite()
+
+
 def test_each_term_has_its_share_of_the_loss() -> None:
     assert shares(3.0, {"aux_loss": 0.75, "z_loss": 0.25}) == {"aux_loss": 0.1875, "z_loss": 0.0625}
     _, result, _ = stepped(({"kind": "aux_loss", "coeff": 0.1}, {"kind": "z_loss", "coeff": 0.1}))

@@ -122,14 +122,14 @@ def keep_lines(path: Path, stays: Callable[[Record], bool]) -> int:
 def _plain(value: object) -> object:
     """JSON-serializable data: Python numbers for NumPy numbers, None for non-finite ones."""
     match value:
-        case str() | bool() | None:
+        case str() | int() | None:  # a bool is an int
             return value
         case float():
             return value if math.isfinite(value) else None
-        case Mapping():
-            return {key: _plain(item) for key, item in value.items()}
         case list() | tuple():
             return [_plain(item) for item in value]
+        case Mapping():
+            return {key: _plain(item) for key, item in value.items()}
         case Integral():
             return int(value)
         case Real():
