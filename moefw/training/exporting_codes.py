@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Tensor
 
 from moefw.core.errors import CheckpointError, Problem
@@ -39,6 +39,28 @@ class Movement:
         return math.sqrt(self.differences / self.weights) if self.weights else 0.0
 
 
+@define
+class Moved:
+    """How far rounding has moved the weights that are encoded, by tensor, and how far training had moved them."""
+
+    by_rounding: dict[str, Movement] = field(factory=dict)
+    by_training: Movement = field(factory=Movement)
+
+    def told(self) -> Iterator[str]:
+        """Yield it in lines, if any weight is encoded."""
+        if not self.by_rounding:
+            return
+        movements = self.by_rounding.values()
+        total = Movement(
+            weights=sum(each.weights for each in movements), differences=sum(each.differences for each in movements)
+        )
+        most = max(self.by_rounding, key=lambda tensor: self.by_rounding[tensor].share)
+        worst = f"the most, {most}, by {self.by_rounding[most].share:.2%}"
+        yield f"rounding moves them by {total.share:.2%} (root mean square); {worst}"
+        if self.by_training.weights:
+            yield f"training has moved them by {self.by_training.share:.2%}"
+
+
 @final
 class CodedTensors:
     """The tensors of a folder that hold weights as codes.
@@ -63,8 +85,7 @@ class CodedTensors:
         self._copied: set[str] = set()
         self._apart: set[str] = set()
         """What servers join and is encoded in part, and copied in part."""
-        self._by_rounding: dict[str, Movement] = {}
-        self._by_training = Movement()
+        self._moved = Moved()
         self._cut_short = {origins[name].name for name in self._weights if self._cuts_blocks(shapes[name])}
         if not coding.cuts_blocks_short and self._cut_short:
             raise CheckpointError([self._wrong_width(tensor) for tensor in sorted(self._cut_short)])
@@ -138,7 +159,7 @@ class CodedTensors:
         return not self._as_in_base or name not in self._base.shapes or name in self._base.adapted
 
     def _joined(self, name: str) -> str:
-        """What a weight is encoded with, which is itself in most formats."""
+        """What a weight is encoded with: the same for all that are encoded together, in most formats itself."""
         return self._coding.joined(self._origins[name].name) if self._coding.joins else name
 
     def _encode(self, values: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
@@ -151,12 +172,10 @@ class CodedTensors:
             assert isinstance(rows, CodedWeight)
             first += len(weight)
             write_piece(self._place(name, tensors), rows)
-            self._measure(name, weight.float(), rows.values().float())
-
-    def _measure(self, name: str, weight: Tensor, encoded: Tensor) -> None:
-        self._by_rounding.setdefault(self._origins[name].name, Movement()).add(weight, encoded)
-        if self._base.holds(name):
-            self._by_training.add(self._base.read(name).float(), weight)
+            of_tensor = self._moved.by_rounding.setdefault(self._origins[name].name, Movement())
+            of_tensor.add(weight.float(), rows.values().float())
+            if self._base.holds(name):
+                self._moved.by_training.add(self._base.read(name).float(), weight.float())
 
     def _place(self, name: str, tensors: Mapping[str, Tensor]) -> CodedWeight:
         origin = self._origins[name]
@@ -168,16 +187,10 @@ class CodedTensors:
         form = self._format.name
         if self._copied:
             yield f"{len(self._copied)} weights have not trained: their {form} is copied"
-        if self._by_rounding:
-            moved = sorted(self._by_rounding.items(), key=lambda item: item[1].share)
-            total = Movement(
-                weights=sum(each.weights for _, each in moved), differences=sum(each.differences for _, each in moved)
-            )
-            worst, by = moved[-1]
-            yield f"{len(self._weights) - len(self._copied)} weights are encoded in {form}, once"
-            yield f"rounding moves them by {total.share:.2%} (root mean square); the most, {worst}, by {by.share:.2%}"
-        if self._by_training.weights:
-            yield f"training has moved them by {self._by_training.share:.2%}"
+        encoded = len(self._weights) - len(self._copied)
+        if encoded:
+            yield f"{encoded} weights are encoded in {form}, once"
+        yield from self._moved.told()
         if self._cut_short:
             few = ", ".join(sorted(self._cut_short)[:MOST])
             more = f" and {len(self._cut_short) - MOST} more" if len(self._cut_short) > MOST else ""

@@ -33,9 +33,7 @@ class Coding:
         return re.fullmatch(self.weights, tensor) is not None
 
     def joined(self, tensor: str) -> str:
-        """What a tensor is encoded with: the same for all that are encoded together."""
-        if not self.joins:
-            return tensor
+        """What servers make of a tensor, if the format ``joins``: the same for all that are encoded together."""
         for pattern, all_of_them in JOINED.items():
             tensor = re.sub(pattern, all_of_them, tensor)
         return tensor
