@@ -350,50 +350,63 @@ def gated_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implement ``reference.gated_backward`` for bf16."""
     grad_RD = _along_rows(grad_RD)
+    grad_RH, a_RF, sums_PR = _gated_backward(grad_RD, down_eDF, h_RH, weights_R, tiles, clamp)
+    return grad_RH, _weight_gradients(sums_PR, grad_RD, bias_eD, len(ends_e), tiles), a_RF
+
+
+def _gated_backward(
+    grad_RD: Tensor, down_eDF: Tensor, h_RH: Tensor, weights_R: Tensor, tiles: Tensor, clamp: Clamp | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of ``h``, the activation, and parts of the weights' gradients, one for each tile's columns."""
     h_RH = _along_rows(h_RH)
     num_rows, d = grad_RD.shape
     groups, _, f = down_eDF.shape
+    limit, alpha = in_bf16(clamp)
     grad_RH = h_RH.new_empty(num_rows, 2 * f)
     a_RF = h_RH.new_empty(num_rows, f)
-    grad_weights_R = h_RH.new_empty(num_rows, dtype=torch.float32)
-    if not num_rows:
-        return grad_RH, grad_weights_R, a_RF
-    limit, alpha = in_bf16(clamp)
-    parts = triton.cdiv(f, GATED_BACKWARD.columns)
-    sums = grad_weights_R.new_empty(parts, num_rows)
-    _gated_backward_kernel[_grid(num_rows, groups, f, GATED_BACKWARD, h_RH.device)](
-        grad=grad_RD,
-        down=_descriptor(down_eDF, GATED_BACKWARD.depth, GATED_BACKWARD.columns),
-        h=h_RH,
-        weights=weights_R.contiguous(),
-        tiles=tiles,
-        grad_h=grad_RH,
-        a=a_RF,
-        sums=sums,
-        grad_stride=grad_RD.stride(0) // UNIT,
-        h_stride=h_RH.stride(0) // UNIT,
-        num_rows=num_rows,
-        D=d // UNIT,
-        F=f // UNIT,
-        LIMIT=limit,
-        ALPHA=alpha,
-        **_constants(GATED_BACKWARD),
-    )
-    _weight_gradients_kernel[(most_tiles(num_rows, groups),)](
-        sums=sums,
-        grad=grad_RD,
-        bias=bias_eD,
-        tiles=tiles,
-        grad_weights=grad_weights_R,
-        grad_stride=grad_RD.stride(0) // UNIT,
-        num_rows=num_rows,
-        parts=parts,
-        D=d // UNIT,
-        BIASED=bias_eD is not None,
-        BM=ROWS,
-        C=32,
-    )
-    return grad_RH, grad_weights_R, a_RF
+    sums_PR = weights_R.new_empty(triton.cdiv(f, GATED_BACKWARD.columns), num_rows)
+    if num_rows:
+        _gated_backward_kernel[_grid(num_rows, groups, f, GATED_BACKWARD, h_RH.device)](
+            grad=grad_RD,
+            down=_descriptor(down_eDF, GATED_BACKWARD.depth, GATED_BACKWARD.columns),
+            h=h_RH,
+            weights=weights_R.contiguous(),
+            tiles=tiles,
+            grad_h=grad_RH,
+            a=a_RF,
+            sums=sums_PR,
+            grad_stride=grad_RD.stride(0) // UNIT,
+            h_stride=h_RH.stride(0) // UNIT,
+            num_rows=num_rows,
+            D=d // UNIT,
+            F=f // UNIT,
+            LIMIT=limit,
+            ALPHA=alpha,
+            **_constants(GATED_BACKWARD),
+        )
+    return grad_RH, a_RF, sums_PR
+
+
+def _weight_gradients(sums_PR: Tensor, grad_RD: Tensor, bias_eD: Tensor | None, groups: int, tiles: Tensor) -> Tensor:
+    """Gradients of the rows' weights, ``(R)``."""
+    parts, num_rows = sums_PR.shape
+    grad_weights_R = sums_PR.new_empty(num_rows)
+    if num_rows:
+        _weight_gradients_kernel[(most_tiles(num_rows, groups),)](
+            sums=sums_PR,
+            grad=grad_RD,
+            bias=bias_eD,
+            tiles=tiles,
+            grad_weights=grad_weights_R,
+            grad_stride=grad_RD.stride(0) // UNIT,
+            num_rows=num_rows,
+            parts=parts,
+            D=grad_RD.shape[1] // UNIT,
+            BIASED=bias_eD is not None,
+            BM=ROWS,
+            C=32,
+        )
+    return grad_weights_R
 
 
 def _grid(num_rows: int, groups: int, columns: int, tile: Tile, device: torch.device) -> tuple[int]:
