@@ -20,6 +20,7 @@ from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.planner import ledger
 from moefw.plugins.gemm.triton import CAPABILITIES, Triton
+from moefw.runtime.compute import grouped_mm
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.testing import GemmSuite
 from moefw.testing.announce import with_plugins
@@ -147,13 +148,15 @@ def test_weights_of_grouped_load_and_give_the_same_results(formula: Mapping[str,
         assert (results[name] - values).abs().max() <= BF16 * values.abs().max(), name
 
 
-def test_experts_that_do_not_train_have_no_weight_gradients() -> None:
+@pytest.mark.parametrize("trains", [False, True])
+def test_only_experts_that_train_have_products_over_rows(trains: bool) -> None:
+    """Those of two weights and of two biases."""
     made, _ = experts_of(layer_case(EVERYTHING))
-    made.requires_grad_(False)
+    made.requires_grad_(trains)
     batch, probe = inputs(CASES["few"])
-    with mock.patch.object(torch.nn.functional, "grouped_mm", wraps=torch.nn.functional.grouped_mm) as products:
+    with mock.patch.object(grouped_mm, "add_wgrad", wraps=grouped_mm.add_wgrad) as products:
         made(batch).backward(probe)
-    assert all(call.args[1].dim() == 3 for call in products.call_args_list)
+    assert products.call_count == (4 if trains else 0)
     assert batch.rows_RD.grad is not None
 
 

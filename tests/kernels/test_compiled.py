@@ -31,6 +31,10 @@ A_FEW = 8
 """Most spills of a product: Triton 3.6 stores and loads four of 255 registers for a tile of 128 x 128, 3.7 none."""
 
 
+SHARED = 227 * 1024
+"""Bytes of shared memory that a program may take on Hopper and Blackwell."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A launch, and what of its code is not as everywhere.
@@ -280,6 +284,7 @@ def machine_code(name: str, capability: int) -> list[Compiled]:
 def hold(case: Case, code: Compiled, capability: int) -> None:
     """Test a kernel's code. The exp of CUDA is all of it that is approximate, and uses one instruction for that."""
     assert code.spills <= (A_FEW if case.product else case.spills)
+    assert code.shared <= SHARED
     loads, stores = case.narrow
     assert code.narrow("LDG", "LDGSTS") <= loads, "loads of 16 bytes are possible"
     assert code.narrow("STG") <= stores, "stores of 16 bytes are possible"

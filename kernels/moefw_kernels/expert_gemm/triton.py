@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moefw_kernels.casts import as_bf16, is_compiled
 from moefw_kernels.devices import is_gpu
+from moefw_kernels.expert_gemm import MULTIPLE
 from moefw_kernels.expert_gemm.row_tiles import NUMBERS, ROWS, most_tiles
 from moefw_kernels.swiglu.reference import Clamp
 from moefw_kernels.swiglu.triton import backward_of_tile, factors, in_bf16, store_bf16
@@ -38,10 +39,11 @@ GATED: Final = Tile(columns=64, depth=64, warps=8, stages=4)
 PRODUCT: Final = Tile(columns=128, depth=64, warps=8, stages=4)
 GATED_BACKWARD: Final = Tile(columns=64, depth=64, warps=8, stages=4)
 
-UNIT: Final = 8
-"""Values in 16 bytes. Kernels get widths and strides in these units, and so know that accesses of 16 bytes fit."""
 PROGRAMS_ELSEWHERE: Final = 2
 """Programs of a grid where there is no GPU, in the interpreter: so few that each computes several tiles."""
+_UNIT = tl.constexpr(MULTIPLE)
+"""Kernels get widths and strides in units of so many values, and so know that accesses of 16 bytes fit."""
+_NUMBERS = tl.constexpr(NUMBERS)
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def _row_tiles_kernel(ends, tiles, groups, G: tl.constexpr, BM: tl.constexpr, N:
         tl.store(tiles, tl.sum(counts))
     for first in range(0, count, N):
         tile = first + tl.arange(0, N)
-        at = tiles + 4 * (1 + before + tile)
+        at = tiles + _NUMBERS * (1 + before + tile)
         inside = tile < count
         tl.store(at, tl.full((N,), group, tl.int32), mask=inside)
         tl.store(at + 1, start + tile * BM, mask=inside)
@@ -70,7 +72,7 @@ def _row_tiles_kernel(ends, tiles, groups, G: tl.constexpr, BM: tl.constexpr, N:
 @triton.jit
 def _row_tile(tiles, tile):
     """Group of a tile of rows, its first row, and the end of the group."""
-    at = tiles + 4 * (1 + tile)
+    at = tiles + _NUMBERS * (1 + tile)
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
@@ -108,8 +110,8 @@ def _gated_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows (R, D) by (groups, 2F, D): gate and up side by side, each in an accumulator of its own."""
-    D *= 8
-    F *= 8
+    D *= _UNIT
+    F *= _UNIT
     across = tl.cdiv(F, BN)
     k = tl.arange(0, BK)
     for tile in range(tl.program_id(0), tl.load(tiles) * across, tl.num_programs(0)):
@@ -117,7 +119,7 @@ def _gated_kernel(
         n0 = tile % across * BN
         m = first + tl.arange(0, BM)
         rows = tl.minimum(m, stop - 1).to(tl.int64)
-        at_x = x + rows[:, None] * (x_stride * 8) + k[None, :]
+        at_x = x + rows[:, None] * (x_stride * _UNIT) + k[None, :]
         gate = tl.zeros((BM, BN), tl.float32)
         up = tl.zeros((BM, BN), tl.float32)
         for k0 in range(0, D, BK):
@@ -151,8 +153,8 @@ def _product_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows (R, K) by (groups, K, N), or TRANSPOSED by (groups, N, K). BIASED: add weight times bias."""
-    K *= 8
-    N *= 8
+    K *= _UNIT
+    N *= _UNIT
     across = tl.cdiv(N, BN)
     k = tl.arange(0, BK)
     for tile in range(tl.program_id(0), tl.load(tiles) * across, tl.num_programs(0)):
@@ -160,7 +162,7 @@ def _product_kernel(
         n0 = tile % across * BN
         m = first + tl.arange(0, BM)
         rows = tl.minimum(m, stop - 1).to(tl.int64)
-        at_x = x + rows[:, None] * (x_stride * 8) + k[None, :]
+        at_x = x + rows[:, None] * (x_stride * _UNIT) + k[None, :]
         acc = tl.zeros((BM, BN), tl.float32)
         for k0 in range(0, K, BK):
             x_MK = _factor(tl.load(at_x, mask=(k0 + k < K)[None, :], other=0.0), COMPILED)
@@ -185,8 +187,8 @@ def _gated_backward_kernel(
 
     ``sums`` (columns of tiles, R): a tile's part of the gradients of the rows' weights.
     """
-    D *= 8
-    F *= 8
+    D *= _UNIT
+    F *= _UNIT
     across = tl.cdiv(F, BN)
     k = tl.arange(0, BK)
     for tile in range(tl.program_id(0), tl.load(tiles) * across, tl.num_programs(0)):
@@ -194,7 +196,7 @@ def _gated_backward_kernel(
         n0 = tile % across * BN
         m = first + tl.arange(0, BM)
         rows = tl.minimum(m, stop - 1).to(tl.int64)
-        at_grad = grad + rows[:, None] * (grad_stride * 8) + k[None, :]
+        at_grad = grad + rows[:, None] * (grad_stride * _UNIT) + k[None, :]
         acc = tl.zeros((BM, BN), tl.float32)
         for k0 in range(0, D, BK):
             grad_MK = _factor(tl.load(at_grad, mask=(k0 + k < D)[None, :], other=0.0), COMPILED)
@@ -218,7 +220,7 @@ def _gated_backward_of_half(
     n = n0 + tl.arange(0, N)
     columns = (n < F)[None, :]
     inside = (m < stop)[:, None] & columns
-    at = h + rows[:, None] * (h_stride * 8) + n[None, :]
+    at = h + rows[:, None] * (h_stride * _UNIT) + n[None, :]
     gate = _as_fp32(tl.load(at, mask=columns, other=0.0))
     up = _as_fp32(tl.load(at + F, mask=columns, other=0.0))
     weight = tl.load(weights + rows)[:, None]
@@ -238,7 +240,7 @@ def _weight_gradients_kernel(
     BIASED: tl.constexpr, BM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of a tile's gradients of weights, always in one order, and those through the bias."""
-    D *= 8
+    D *= _UNIT
     tile = tl.program_id(0)
     if tile >= tl.load(tiles):
         return
@@ -253,7 +255,7 @@ def _weight_gradients_kernel(
         for first_column in range(0, D, C):
             c = first_column + tl.arange(0, C)
             added = _as_fp32(tl.load(bias + group.to(tl.int64) * D + c, mask=c < D, other=0.0))
-            at = grad + m[:, None] * (grad_stride * 8) + c[None, :]
+            at = grad + m[:, None] * (grad_stride * _UNIT) + c[None, :]
             products += _as_fp32(tl.load(at, mask=inside[:, None] & (c < D)[None, :], other=0.0)) * added[None, :]
         total += tl.sum(products, 1)
     tl.store(grad_weights + m, total, mask=inside)
@@ -294,9 +296,9 @@ def gated(
             tiles=tiles,
             h=h_RH,
             a=a_RF,
-            x_stride=x_RD.stride(0) // UNIT,
-            D=d // UNIT,
-            F=f // UNIT,
+            x_stride=x_RD.stride(0) // MULTIPLE,
+            D=d // MULTIPLE,
+            F=f // MULTIPLE,
             BIASED=bias_eH is not None,
             LIMIT=limit,
             ALPHA=alpha,
@@ -328,9 +330,9 @@ def product(
             weights=None if weights_R is None else weights_R.contiguous(),
             tiles=tiles,
             out=out_RO,
-            x_stride=x_RI.stride(0) // UNIT,
-            K=k // UNIT,
-            N=n // UNIT,
+            x_stride=x_RI.stride(0) // MULTIPLE,
+            K=k // MULTIPLE,
+            N=n // MULTIPLE,
             TRANSPOSED=transposed,
             BIASED=bias_eO is not None,
             **_constants(PRODUCT),
@@ -375,11 +377,11 @@ def _gated_backward(
             grad_h=grad_RH,
             a=a_RF,
             sums=sums_PR,
-            grad_stride=grad_RD.stride(0) // UNIT,
-            h_stride=h_RH.stride(0) // UNIT,
+            grad_stride=grad_RD.stride(0) // MULTIPLE,
+            h_stride=h_RH.stride(0) // MULTIPLE,
             num_rows=num_rows,
-            D=d // UNIT,
-            F=f // UNIT,
+            D=d // MULTIPLE,
+            F=f // MULTIPLE,
             LIMIT=limit,
             ALPHA=alpha,
             **_constants(GATED_BACKWARD),
@@ -398,10 +400,10 @@ def _weight_gradients(sums_PR: Tensor, grad_RD: Tensor, bias_eD: Tensor | None, 
             bias=bias_eD,
             tiles=tiles,
             grad_weights=grad_weights_R,
-            grad_stride=grad_RD.stride(0) // UNIT,
+            grad_stride=grad_RD.stride(0) // MULTIPLE,
             num_rows=num_rows,
             parts=parts,
-            D=grad_RD.shape[1] // UNIT,
+            D=grad_RD.shape[1] // MULTIPLE,
             BIASED=bias_eD is not None,
             BM=ROWS,
             C=32,
@@ -434,6 +436,6 @@ def _descriptor(weight: Tensor, *block: int) -> TensorDescriptor:
 
 
 def _along_rows(x_RC: Tensor) -> Tensor:
-    """``x`` with contiguous rows that begin on 16 bytes, of any row stride."""
-    begins_on_units = x_RC.stride(1) == 1 and x_RC.stride(0) % UNIT == 0 and x_RC.data_ptr() % 16 == 0
-    return x_RC if begins_on_units else x_RC.contiguous()
+    """``x`` with contiguous rows, a multiple of units apart."""
+    in_units = x_RC.stride(1) == 1 and x_RC.stride(0) % MULTIPLE == 0
+    return x_RC if in_units else x_RC.contiguous()
