@@ -11,8 +11,19 @@ import torch
 from torch import Tensor
 
 import moefw_kernels.expert_gemm as package
-from moefw_kernels.expert_gemm import ROWS, gated, gated_backward, most_tiles, product, reference, row_tiles
-from pairwise import each_value
+from moefw_kernels.expert_gemm import (
+    CANDIDATES,
+    ROWS,
+    UNTUNED,
+    Tiles,
+    gated,
+    gated_backward,
+    most_tiles,
+    product,
+    reference,
+    row_tiles,
+)
+from pairwise import each_value, quick
 
 SIZES = {
     "empty, one, primes": (0, 1, 3, 0, 37),
@@ -60,17 +71,22 @@ def inputs(sizes: Sequence[int], widths: tuple[int, int], biased: bool) -> Input
     return Inputs(x_RD, grad_RD, gate_up, down, *biases, weights_R, ends_e)
 
 
-def forward_and_backward(given: Inputs, clamp: tuple[float, float] | None, functions: object) -> dict[str, Tensor]:
-    """Return what every product gives, in the order of a layer, up to the last group."""
+def forward_and_backward(
+    given: Inputs, clamp: tuple[float, float] | None, functions: object, chosen: Tiles | None = None
+) -> dict[str, Tensor]:
+    """Return what every product gives, in the order of a layer, up to the last group. Kernels take chosen tiles."""
     of = given._asdict()
     weights, ends, num_rows = given.weights_R, given.ends_e, len(given.x_RD)
     tiles = functions.row_tiles(ends, num_rows)
-    h, a = functions.gated(given.x_RD, of["gate_up_eHD"], of["gate_up_bias"], weights, ends, tiles, clamp)
-    y = functions.product(a, of["down_eDF"], of["down_bias"], weights, ends, tiles, True)
+    groups = weights, ends, tiles
+    gate_up, down, down_bias = of["gate_up_eHD"], of["down_eDF"], of["down_bias"]
+    own = {name: [] if chosen is None else [tile] for name, tile in (chosen or UNTUNED)._asdict().items()}
+    h, a = functions.gated(given.x_RD, gate_up, of["gate_up_bias"], *groups, clamp, *own["gated"])
+    y = functions.product(a, down, down_bias, *groups, True, *own["down"])
     grad_h, grad_weights, again = functions.gated_backward(
-        given.grad_RD, of["down_eDF"], of["down_bias"], h, weights, ends, tiles, clamp
+        given.grad_RD, down, down_bias, h, *groups, clamp, *own["gated_backward"]
     )
-    grad_x = functions.product(grad_h, of["gate_up_eHD"], None, None, ends, tiles, False)
+    grad_x = functions.product(grad_h, gate_up, None, None, ends, tiles, False, *own["dgrad"])
     results = {"h": h, "a": a, "y": y, "grad_h": grad_h, "grad_weights": grad_weights, "again": again, "grad_x": grad_x}
     return {name: result[: num_rows - UNREAD] for name, result in results.items()}
 
@@ -125,11 +141,13 @@ def test_the_reference_is_the_formula(sizes: str, widths: str, clamp: str, biase
     hold(found, formula(given, CLAMPS[clamp], found["h"]), rtol=4 * ONE_ROUNDING)
 
 
-def kernels_and_reference(sizes: str, widths: str, clamp: str, biased: bool) -> tuple[dict[str, Tensor], ...]:
+def kernels_and_reference(
+    sizes: str, widths: str, clamp: str, biased: bool, chosen: Tiles = UNTUNED
+) -> tuple[dict[str, Tensor], ...]:
     from moefw_kernels.expert_gemm import triton
 
     given = inputs(SIZES[sizes], WIDTHS[widths], biased)
-    found, again = (forward_and_backward(given, CLAMPS[clamp], triton) for _ in range(2))
+    found, again = (forward_and_backward(given, CLAMPS[clamp], triton, chosen) for _ in range(2))
     return found, again, forward_and_backward(given, CLAMPS[clamp], reference)
 
 
@@ -139,6 +157,22 @@ def test_the_kernels_are_the_reference(
 ) -> None:
     """Sums of products in another order round to the next number of bf16 at most, and a second run gives the same bits."""
     found, again, expected = interpreter.submit(kernels_and_reference, sizes, widths, clamp, biased).result()
+    hold(found, expected, rtol=ONE_ROUNDING)
+    for name, values in found.items():
+        assert torch.equal(values, again[name]), name
+
+
+CHOICES = [
+    Tiles(**{name: tiles[min(place, len(tiles) - 1)] for name, tiles in CANDIDATES.items()})
+    for place in range(max(map(len, CANDIDATES.values())))
+]
+"""Choices that hold every candidate of each product."""
+
+
+@pytest.mark.parametrize("chosen", quick(CHOICES, CHOICES[-1]), ids=lambda chosen: str(CHOICES.index(chosen)))
+def test_every_tile_gives_the_reference(interpreter: ProcessPoolExecutor, chosen: Tiles) -> None:
+    case = "tiles and one more", "more than a tile", "clamped", True
+    found, again, expected = interpreter.submit(kernels_and_reference, *case, chosen).result()
     hold(found, expected, rtol=ONE_ROUNDING)
     for name, values in found.items():
         assert torch.equal(values, again[name]), name
@@ -173,9 +207,17 @@ def test_operators_have_the_shapes_that_they_declare() -> None:
     operators = torch.ops.moefw
     for operator, arguments in {
         operators.row_tiles: (given.ends_e, len(given.x_RD)),
-        operators.gated: (given.x_RD, given.gate_up_eHD, given.gate_up_bias, *groups, [7.0, 1.702]),
-        operators.grouped_product: (a, given.down_eDF, given.down_bias, *groups, True),
-        operators.gated_backward: (given.grad_RD, given.down_eDF, given.down_bias, h, *groups, None),
+        operators.gated: (given.x_RD, given.gate_up_eHD, given.gate_up_bias, *groups, [7.0, 1.702], UNTUNED.gated),
+        operators.grouped_product: (a, given.down_eDF, given.down_bias, *groups, True, UNTUNED.down),
+        operators.gated_backward: (
+            given.grad_RD,
+            given.down_eDF,
+            given.down_bias,
+            h,
+            *groups,
+            None,
+            UNTUNED.gated_backward,
+        ),
     }.items():
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 

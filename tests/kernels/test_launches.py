@@ -18,6 +18,7 @@ from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.testing.host_waits import HostWaits, available
 from moefw.testing.layer_case import LayerCase, build_layer
 from moefw.testing.pool import RankPool
+from moefw_kernels.expert_gemm import UNTUNED
 from moefw_kernels.routing import Choice, Rows
 from triton_compiled import count_launches
 from triton_on_cpu import TritonOnCpu
@@ -155,12 +156,13 @@ def launched(documents: bool) -> dict[tuple[str, str], int]:
     logits, choice = none(8, 16, dtype=torch.float32), Choice(k=8)
     chosen = order.view(8, 8), weights.view(8, 8), None, weights.view(8, 8), choice, 16
     scalar, seen = none(dtype=torch.float32), none(1, 17, dtype=torch.float32)
+    tile = UNTUNED.gated
     given: dict[tuple[str, str], tuple[Any, ...]] = {
         ("counting_sort", "counting_sort"): (none(64, dtype=torch.int64), 16),
         ("empty_groups", "clear_empty_groups"): (none(4, 8, 8), order[:4]),
-        ("expert_gemm", "gated"): (h, none(4, 64, 32), None, weights, order[:4], order, None),
-        ("expert_gemm", "gated_backward"): (h, none(4, 32, 16), None, h, weights, order[:4], order, None),
-        ("expert_gemm", "product"): (h, none(4, 32, 16), None, None, order[:4], order, False),
+        ("expert_gemm", "gated"): (h, none(4, 64, 32), None, weights, order[:4], order, None, tile),
+        ("expert_gemm", "gated_backward"): (h, none(4, 32, 16), None, h, weights, order[:4], order, None, tile),
+        ("expert_gemm", "product"): (h, none(4, 32, 16), None, None, order[:4], order, False, tile),
         ("expert_gemm", "row_tiles"): (order[:4], 64),
         ("permute", "counts_and_ends"): (none(16, dtype=torch.int64),),
         ("permute", "gather_sum"): (h, order.view(8, 8)),

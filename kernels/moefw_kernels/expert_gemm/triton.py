@@ -9,7 +9,7 @@ loop are compiled to wrong code for Blackwell (triton#10821). Epilogues round wh
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
@@ -21,23 +21,9 @@ from moefw_kernels.casts import as_bf16, is_compiled
 from moefw_kernels.devices import is_gpu
 from moefw_kernels.expert_gemm import MULTIPLE
 from moefw_kernels.expert_gemm.row_tiles import NUMBERS, ROWS, most_tiles
+from moefw_kernels.expert_gemm.tiles import Tile
 from moefw_kernels.swiglu.reference import Clamp
 from moefw_kernels.swiglu.triton import backward_of_tile, factors, in_bf16, store_bf16
-
-
-class Tile(NamedTuple):
-    """Columns of an output tile of ``ROWS`` rows, summed values an iteration, warps and load stages."""
-
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-# Not tuned on any GPU. 128 columns of gate and 128 of up would spill registers.
-GATED: Final = Tile(columns=64, depth=64, warps=8, stages=4)
-PRODUCT: Final = Tile(columns=128, depth=64, warps=8, stages=4)
-GATED_BACKWARD: Final = Tile(columns=64, depth=64, warps=8, stages=4)
 
 PROGRAMS_ELSEWHERE: Final = 2
 """Programs of a grid where there is no GPU, in the interpreter: so few that each computes several tiles."""
@@ -279,8 +265,9 @@ def gated(
     ends_e: Tensor,
     tiles: Tensor,
     clamp: Clamp | None,
+    tile: Tile,
 ) -> tuple[Tensor, Tensor]:
-    """Implement ``reference.gated`` for bf16."""
+    """Implement ``reference.gated`` for bf16, with tiles like ``tile``."""
     x_RD = _along_rows(x_RD)
     num_rows, d = x_RD.shape
     f = gate_up_eHD.shape[1] // 2
@@ -288,11 +275,11 @@ def gated(
     a_RF = x_RD.new_empty(num_rows, f)
     limit, alpha = in_bf16(clamp)
     if num_rows:
-        _gated_kernel[_grid(num_rows, len(ends_e), f, GATED, x_RD.device)](
+        _gated_kernel[_grid(num_rows, len(ends_e), f, tile, x_RD.device)](
             x=x_RD,
-            gate_up=_descriptor(gate_up_eHD, GATED.columns, GATED.depth),
-            bias=bias_eH,
-            weights=weights_R.contiguous(),
+            gate_up=_descriptor(gate_up_eHD, tile.columns, tile.depth),
+            bias=_dense(bias_eH),
+            weights=_dense(weights_R),
             tiles=tiles,
             h=h_RH,
             a=a_RF,
@@ -302,7 +289,7 @@ def gated(
             BIASED=bias_eH is not None,
             LIMIT=limit,
             ALPHA=alpha,
-            **_constants(GATED),
+            **_constants(tile),
         )
     return h_RH, a_RF
 
@@ -315,19 +302,20 @@ def product(
     ends_e: Tensor,
     tiles: Tensor,
     transposed: bool,
+    tile: Tile,
 ) -> Tensor:
-    """Implement ``reference.product`` for bf16."""
+    """Implement ``reference.product`` for bf16, with tiles like ``tile``."""
     x_RI = _along_rows(x_RI)
     num_rows, k = x_RI.shape
     n = weight.shape[1] if transposed else weight.shape[2]
     out_RO = x_RI.new_empty(num_rows, n)
-    block = (PRODUCT.columns, PRODUCT.depth) if transposed else (PRODUCT.depth, PRODUCT.columns)
+    block = (tile.columns, tile.depth) if transposed else (tile.depth, tile.columns)
     if num_rows:
-        _product_kernel[_grid(num_rows, len(ends_e), n, PRODUCT, x_RI.device)](
+        _product_kernel[_grid(num_rows, len(ends_e), n, tile, x_RI.device)](
             x=x_RI,
             w=_descriptor(weight, *block),
-            bias=bias_eO,
-            weights=None if weights_R is None else weights_R.contiguous(),
+            bias=_dense(bias_eO),
+            weights=_dense(weights_R),
             tiles=tiles,
             out=out_RO,
             x_stride=x_RI.stride(0) // MULTIPLE,
@@ -335,7 +323,7 @@ def product(
             N=n // MULTIPLE,
             TRANSPOSED=transposed,
             BIASED=bias_eO is not None,
-            **_constants(PRODUCT),
+            **_constants(tile),
         )
     return out_RO
 
@@ -349,15 +337,22 @@ def gated_backward(
     ends_e: Tensor,
     tiles: Tensor,
     clamp: Clamp | None,
+    tile: Tile,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement ``reference.gated_backward`` for bf16."""
+    """Implement ``reference.gated_backward`` for bf16, with tiles like ``tile``."""
     grad_RD = _along_rows(grad_RD)
-    grad_RH, a_RF, sums_PR = _gated_backward(grad_RD, down_eDF, h_RH, weights_R, tiles, clamp)
+    grad_RH, a_RF, sums_PR = _gated_backward(grad_RD, down_eDF, h_RH, weights_R, tiles, clamp, tile)
     return grad_RH, _weight_gradients(sums_PR, grad_RD, bias_eD, len(ends_e), tiles), a_RF
 
 
 def _gated_backward(
-    grad_RD: Tensor, down_eDF: Tensor, h_RH: Tensor, weights_R: Tensor, tiles: Tensor, clamp: Clamp | None
+    grad_RD: Tensor,
+    down_eDF: Tensor,
+    h_RH: Tensor,
+    weights_R: Tensor,
+    tiles: Tensor,
+    clamp: Clamp | None,
+    tile: Tile,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of ``h``, the activation, and parts of the weights' gradients, one for each tile's columns."""
     h_RH = _along_rows(h_RH)
@@ -366,13 +361,13 @@ def _gated_backward(
     limit, alpha = in_bf16(clamp)
     grad_RH = h_RH.new_empty(num_rows, 2 * f)
     a_RF = h_RH.new_empty(num_rows, f)
-    sums_PR = weights_R.new_empty(triton.cdiv(f, GATED_BACKWARD.columns), num_rows)
+    sums_PR = weights_R.new_empty(triton.cdiv(f, tile.columns), num_rows)
     if num_rows:
-        _gated_backward_kernel[_grid(num_rows, groups, f, GATED_BACKWARD, h_RH.device)](
+        _gated_backward_kernel[_grid(num_rows, groups, f, tile, h_RH.device)](
             grad=grad_RD,
-            down=_descriptor(down_eDF, GATED_BACKWARD.depth, GATED_BACKWARD.columns),
+            down=_descriptor(down_eDF, tile.depth, tile.columns),
             h=h_RH,
-            weights=weights_R.contiguous(),
+            weights=_dense(weights_R),
             tiles=tiles,
             grad_h=grad_RH,
             a=a_RF,
@@ -384,7 +379,7 @@ def _gated_backward(
             F=f // MULTIPLE,
             LIMIT=limit,
             ALPHA=alpha,
-            **_constants(GATED_BACKWARD),
+            **_constants(tile),
         )
     return grad_RH, a_RF, sums_PR
 
@@ -397,7 +392,7 @@ def _weight_gradients(sums_PR: Tensor, grad_RD: Tensor, bias_eD: Tensor | None, 
         _weight_gradients_kernel[(most_tiles(num_rows, groups),)](
             sums=sums_PR,
             grad=grad_RD,
-            bias=bias_eD,
+            bias=_dense(bias_eD),
             tiles=tiles,
             grad_weights=grad_weights_R,
             grad_stride=grad_RD.stride(0) // MULTIPLE,
@@ -439,3 +434,8 @@ def _along_rows(x_RC: Tensor) -> Tensor:
     """``x`` with contiguous rows, a multiple of units apart."""
     in_units = x_RC.stride(1) == 1 and x_RC.stride(0) % MULTIPLE == 0
     return x_RC if in_units else x_RC.contiguous()
+
+
+def _dense(values: Tensor | None) -> Tensor | None:
+    """Values side by side, if there are any."""
+    return None if values is None else values.contiguous()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
-from attrs import frozen
+from attrs import field, frozen
 
 import moefw
+from moefw.core.errors import MoefwError
 from moefw.core.plugin import GemmPlugin
 from moefw.core.site import Site
+from moefw.plugins.gemm.triton.table import read
 
 CAPABILITIES: Final = ("9.0", "10.0", "10.3")
 """H100 and H200, B200, B300: their weights arrive by TMA, and their tiles fit into shared memory."""
@@ -26,6 +28,9 @@ class Triton(GemmPlugin):
     """
 
     name: ClassVar[str] = "triton"
+
+    tiles: str | None = field(default=None)
+    """Table that ``moefw bench tiles`` wrote. Null, or one of another GPU or Triton: tiles that are not tuned."""
 
     def offers(self, site: Site) -> moefw.Offers:
         """Offers. The activation is always recomputed, by the product that computes its gradient.
@@ -73,9 +78,15 @@ class Triton(GemmPlugin):
         return needs
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
-        """Problem for each size that puts rows of an operand off 16-byte boundaries."""
+        """Problem for each size that puts rows of an operand off 16-byte boundaries, and for a table that is none."""
+        problems: list[moefw.Problem] = []
+        if self.tiles is not None:
+            try:
+                read(self.tiles)
+            except MoefwError as error:
+                problems += error.problems
         sizes = {"model.dim": site.dims.model_dim, "model.expert_dim": site.dims.expert_dim}
-        return [
+        problems += [
             moefw.Problem(
                 f"gemm triton wants sizes that are multiples of {DIM_MULTIPLE}; {name} is {size}.",
                 "Round it up and use triton or grouped, or use gemm: {use: loop}.",
@@ -83,12 +94,14 @@ class Triton(GemmPlugin):
             for name, size in sizes.items()
             if size % DIM_MULTIPLE
         ]
+        return problems
 
     def build(self, context: moefw.BuildContext) -> moefw.ExpertGemm:
         """Experts of one layer on this rank."""
+        from moefw.plugins.gemm.triton.chosen import chosen_tiles
         from moefw.plugins.gemm.triton.experts import TritonExperts
 
-        return TritonExperts(context)
+        return TritonExperts(context, chosen_tiles(self.tiles, context.device))
 
 
 @moefw.hookimpl
