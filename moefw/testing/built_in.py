@@ -168,6 +168,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
     "gemm": {
         "loop": (("", {"use": "loop"}, {}),),
         "grouped": (("", {"use": "grouped"}, {}), ("pad_rows", {"use": "grouped", "pad_rows": 16}, {})),
+        "triton": (("", {"use": "triton"}, {}),),
     },
     "precision": {
         "fp32": (("", {"use": "fp32"}, {"rtol": 1e-4}),),

@@ -13,10 +13,11 @@ import torch
 from click.testing import CliRunner
 
 from moefw.commands import doctor as doctor_module
-from moefw.commands.doctor import doctor
+from moefw.commands.doctor import doctor, triton_products
 from moefw.commands.doctor import machine as machine_module
 from moefw.commands.doctor.capability import Capability
 from moefw.commands.doctor.children import ask
+from moefw.plugins.gemm.triton import measure
 
 FAST_MATHS = """
 import moefw
@@ -46,6 +47,41 @@ def examined():
     result = CliRunner().invoke(doctor, ["--json", "--timeout", "60"], catch_exceptions=False)
     found = json.loads(result.stdout)
     return result.exit_code, found["can_train"], {item["name"]: item for item in found["capabilities"]}
+
+
+class TestProductsOfKernels:
+    """On a CPU the kernels' functions are their references; what differs from these is planted."""
+
+    def test_right_ones_are_right(self):
+        products = triton_products.products_on("cpu", (9, 0))
+        assert products.keys() == {"add_wgrad", "blockwise_grouped_mm", "gated", "down", "gated_backward", "dgrad"}
+        assert not triton_products.wrong_of(products)
+
+    @pytest.mark.parametrize(
+        ("function", "names"),
+        [("gated", ["gated"]), ("product", ["down", "dgrad"]), ("gated_backward", ["gated_backward"])],
+    )
+    def test_a_wrong_one_is_named(self, monkeypatch, function, names):
+        right = getattr(measure, function)
+
+        def wrong(*args, **kwargs):
+            results = right(*args, **kwargs)
+            last = results[-1] if isinstance(results, tuple) else results
+            last[130:140] *= 1.5
+            return results
+
+        monkeypatch.setattr(measure, function, wrong)
+        assert triton_products.wrong_of(triton_products.products_on("cpu", (9, 0))) == names
+
+    def test_a_gpu_without_tma_has_no_products_of_experts(self):
+        assert triton_products.products_on("cpu", (8, 0)).keys() == {"add_wgrad"}
+
+    def test_deep_tries_them_and_says_where_they_cannot_run(self):
+        result = CliRunner().invoke(doctor, ["--json", "--deep"], catch_exceptions=False)
+        (found,) = [one for one in json.loads(result.stdout)["capabilities"] if one["name"] == "triton products"]
+        assert (result.exit_code, found["state"]) == (0, "unusable")
+        assert found["detail"] == "the kernels are compiled for a GPU, and torch sees none"
+        assert "gemm: {use: grouped}" in found["fix"]
 
 
 class TestDoctor:

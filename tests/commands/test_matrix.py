@@ -114,8 +114,8 @@ def test_the_page_in_the_docs_is_up_to_date() -> None:
 
 def test_a_refused_pair_has_its_reason_below_the_table() -> None:
     lines = printed().splitlines()
-    row = next(line for line in lines if line.startswith("hybridep library, budget, drop  no [1]"))
-    (note,) = {line for line in lines if line.startswith("[1] loop needs counts on the host")}
+    row = next(line for line in lines if line.startswith("hybridep library, budget, drop  no [3]"))
+    (note,) = {line for line in lines if line.startswith("[3] loop needs counts on the host")}
     assert lines.index(row) < lines.index(note)
     assert "hybridep offers device" in note
 

@@ -55,7 +55,9 @@ class TestPlugins:
     def test_lines_are_aligned_and_plain(self):
         heading, *lines = CliRunner().invoke(plugins).stdout.splitlines()
         column = heading.index("usable here")
-        assert {line[column:].split()[0] for line in lines} == {"yes", "in", "depends"}, "yes, or in part and why"
+        assert {line[column:].split()[0] for line in lines} == {"yes", "no", "in", "depends"}, (
+            "yes, or no or in part and why"
+        )
         assert "\x1b" not in heading
 
     def test_tests_share_a_registry_until_something_is_installed(self, install, tmp_path):
@@ -291,8 +293,8 @@ class TestAdvice:
         assert f"warning: {warning}" in CliRunner().invoke(plugins).stdout
 
     def test_a_name_that_no_installed_package_brings_may_be_of_one_that_is_not_installed(self):
-        said = refusal({"dispatch": {"use": "ring"}})
-        assert "If a package brings it (moefw-ring, say), that is not installed here. Nearest: " in said
+        said = refusal({"dispatch": {"use": "gossip"}})
+        assert "If a package brings it (moefw-gossip, say), that is not installed here. Nearest: " in said
         assert len(said.rpartition("Nearest: ")[2].split(", ")) == 5
         assert "If a package" not in refusal({"dispatch": {"use": "all2all"}}) + refusal({"dispatch": {"use": "?"}})
 

@@ -298,7 +298,7 @@ def test_sections_are_fixed_and_plugins_excluded() -> None:
     ("wrong", "says"),
     [
         ({"exclude": ["nvpf4"]}, "no plugin here is called 'nvpf4'. Did you mean 'nvfp4'?"),
-        ({"exclude": ["grouped", "loop"]}, "exclude leaves nothing for gemm"),
+        ({"exclude": ["grouped", "loop", "triton"]}, "exclude leaves nothing for gemm"),
         (
             {"fixed": {"dispatcher": {"use": "alltoall"}}},
             "'dispatcher' is no section of plugins. Did you mean 'dispatch'?",

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefw_kernels.expert_gemm import CANDIDATES, UNTUNED
 from moefw_kernels.grouped_gemm import blockwise_grouped_mm, tensorwise_grouped_mm
 from moefw_kernels.paged_copy import Pages
 from moefw_kernels.permute import RowMap
@@ -28,7 +29,11 @@ from pairwise import each_value
 from triton_compiled import Compiled, compile_launches
 
 A_FEW = 8
-"""Most spills of a product: Triton 3.6 stores and loads four of 255 registers for a tile of 128 x 128, 3.7 none."""
+"""Most spills of a product without TMA: Triton 3.6 stores and loads four of 255 registers for a tile of 128 x 128, 3.7 none."""
+
+
+SHARED = 227 * 1024
+"""Bytes of shared memory that a program may take on Hopper and Blackwell."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Case:
 
     ``narrow``: the most loads and stores of less than 16 bytes, of what is one number of a row, block or group, or of
     what does not lie side by side. ``has``: instructions in the PTX. ``product``: it uses tensor cores. ``counts``: it adds
-    integers in shared memory by atomics, whose order does not matter. ``deep``: its code nearly equals another's.
+    integers in shared memory by atomics, whose order does not matter. ``tma``: it loads weights by TMA. ``deep``: its
+    code nearly equals another's.
     ``spills``: the most, outside of loops over tokens, by Triton 3.6 or 3.7.
     """
 
@@ -46,6 +52,7 @@ class Case:
     has: tuple[str, ...] = ()
     product: bool = False
     counts: bool = False
+    tma: bool = False
     deep: bool = False
     spills: int = 0
 
@@ -237,7 +244,45 @@ PRODUCTS = {
 for main, fresh in ((torch.float32, False), (torch.bfloat16, True)):
     launch = partial(call, "add_wgrad", "add_wgrad", none(8, 768, 2048, dtype=main), X[:, :768], X, ENDS, fresh)
     PRODUCTS[f"add_wgrad {main} {fresh}"] = Case(launch, (6, 0), product=True, deep=fresh)
-CASES = {**quantizers(), **fused(), **others(), **PRODUCTS}
+
+
+def of_experts() -> dict[str, Case]:
+    """Products of experts, with all that an epilogue may have and with nothing of it.
+
+    A bias is one number of a column. The last case has sizes that are multiples of 8 and not of 16.
+    """
+    tiles = none(4 * 200, dtype=torch.int32)
+    gate_up, down, h = none(8, 1536, 2048), none(8, 2048, 768), none(16384, 1536)
+    biases, nothing = (none(8, 1536, dtype=torch.float32), none(8, 2048, dtype=torch.float32)), (None, None)
+    cases = {"row tiles": Case(partial(call, "expert_gemm", "row_tiles", ENDS, 16384), (2, 22))}
+
+    def add(
+        name: str, narrow: tuple[int, int], function: str, *args: Any, product: bool = True, deep: bool = False
+    ) -> None:
+        launch = partial(call, "expert_gemm", function, *args)
+        cases[name] = Case(launch, narrow, product=product, tma=product, deep=deep)
+
+    for kind, clamp, (gate_up_bias, down_bias) in (("swiglu", None, nothing), ("clamped", (7.0, 1.702), biases)):
+        groups, loads = (WEIGHTS, ENDS, tiles), 0 if down_bias is None else 18
+        for place, tile in enumerate(CANDIDATES["gated"]):
+            args = X, gate_up, gate_up_bias, *groups, clamp, tile
+            add(f"gated {kind} {place}", (6 + loads, 0), "gated", *args, deep=place > 0)
+        for place, tile in enumerate(CANDIDATES["down"]):
+            args = h[:, :768], down, down_bias, *groups, True, tile
+            add(f"down {kind} {place}", (6 + loads, 0), "product", *args, deep=place > 0)
+        for place, tile in enumerate(CANDIDATES["gated_backward"]):
+            args = X, down, h, WEIGHTS, tiles, clamp, tile
+            add(f"gated backward {kind} {place}", (9, 1), "_gated_backward", *args, deep=place > 0)
+        sums = none(12, 16384, dtype=torch.float32)
+        add(f"weight gradients {kind}", (12, 1), "_weight_gradients", sums, X, down_bias, 8, tiles, product=False)
+    for place, tile in enumerate(CANDIDATES["dgrad"]):
+        add(f"dgrad {place}", (6, 0), "product", h, gate_up, None, None, ENDS, tiles, False, tile, deep=place > 0)
+    x, gate_up = none(16384, 2040), none(8, 1528, 2040)
+    add("gated 8", (6, 0), "gated", x, gate_up, None, WEIGHTS, ENDS, tiles, None, UNTUNED.gated, deep=True)
+    return cases
+
+
+CASES = {**quantizers(), **fused(), **others(), **PRODUCTS, **of_experts()}
 
 
 def machine_code(name: str, capability: int) -> list[Compiled]:
@@ -246,7 +291,8 @@ def machine_code(name: str, capability: int) -> list[Compiled]:
 
 def hold(case: Case, code: Compiled, capability: int) -> None:
     """Test a kernel's code. The exp of CUDA is all of it that is approximate, and uses one instruction for that."""
-    assert code.spills <= (A_FEW if case.product else case.spills)
+    assert code.spills <= (A_FEW if case.product and not case.tma else case.spills)
+    assert code.shared <= SHARED
     loads, stores = case.narrow
     assert code.narrow("LDG", "LDGSTS") <= loads, "loads of 16 bytes are possible"
     assert code.narrow("STG") <= stores, "stores of 16 bytes are possible"
@@ -262,6 +308,7 @@ def hold(case: Case, code: Compiled, capability: int) -> None:
         wanted = {90: r"wgmma\.mma_async\.\S+\.f32\.(e[45]m[23]\.e4m3|bf16\.bf16)", 100: r"tcgen05\.mma"}[capability]
         assert re.search(wanted, code.ptx), "a product uses the newest tensor cores"
         assert "cp.async.cg.shared.global" in code.ptx, "loads of codes are wide and run ahead"
+    assert ("cp.async.bulk.tensor" in code.ptx) == case.tma
 
 
 RESEMBLE_OTHERS = (
@@ -309,6 +356,14 @@ def test_a_product_is_compiled_for_each_tile(compiler: ProcessPoolExecutor) -> N
 def test_a_gpu_without_fp8_rounds_in_integers(compiler: ProcessPoolExecutor, name: str) -> None:
     (code,) = compiler.submit(machine_code, name, 80).result()
     assert not re.search(r"cvt\S*e4m3", code.ptx)
+
+
+@pytest.mark.parametrize(
+    "name", ["gated swiglu 0", "down clamped 0", "gated backward swiglu 0", "weight gradients clamped"]
+)
+def test_addresses_of_rows_of_experts_are_products_of_64_bits(compiler: ProcessPoolExecutor, name: str) -> None:
+    (code,) = compiler.submit(machine_code, name, 90).result()
+    assert not re.search(r"arith\.muli .*tensor<\S*xi32>", code.ttir)
 
 
 @pytest.mark.parametrize("name", ["swiglu", "swiglu backward"])

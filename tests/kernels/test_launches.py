@@ -18,8 +18,10 @@ from moefw.runtime.compute.weights import shared_by_micro_batches
 from moefw.testing.host_waits import HostWaits, available
 from moefw.testing.layer_case import LayerCase, build_layer
 from moefw.testing.pool import RankPool
+from moefw_kernels.expert_gemm import UNTUNED
 from moefw_kernels.routing import Choice, Rows
 from triton_compiled import count_launches
+from triton_on_cpu import TritonOnCpu
 
 TOKENS, DIM, EXPERT_DIM, TOP_K = 256, 512, 192, 8
 PARTS = {"dispatch": {"use": "alltoall"}, "gemm": {"use": "grouped"}, "precision": {"use": "bf16"}}
@@ -73,11 +75,11 @@ def documents(batch: Batch) -> Batch:
     return replace(batch, lengths=lengths, documents_BS=documents_BS, positions_BS=positions_BS, seeds_B=seeds_B)
 
 
-def seen(router: str) -> tuple[list[Launch], list[Launch]]:
-    """Return the launches of forward and of backward in the second micro-batch of a step."""
-    parts = {**PARTS, "routing": {"use": "topk", **ROUTERS[router]}}
+def seen(router: str, gemm: str = "grouped") -> tuple[list[Launch], list[Launch]]:
+    """Return the launches of forward and of backward in the second micro-batch of a step. The host reads nothing."""
+    parts = {**PARTS, "gemm": {"use": gemm}, "routing": {"use": "topk", **ROUTERS[router]}}
     sizes = {"dim": DIM, "expert_dim": EXPERT_DIM, "num_experts": 16, "top_k": TOP_K}
-    case = LayerCase(tokens=(TOKENS,), parts=parts, masked="mask" in router, **sizes)
+    case = LayerCase(tokens=(TOKENS,), parts=parts, plugins=(TritonOnCpu,), masked="mask" in router, **sizes)
     layer, shared = build_layer(case)
     with HostWaits() as waits:
         waits.move(layer)
@@ -90,6 +92,7 @@ def seen(router: str) -> tuple[list[Launch], list[Launch]]:
                     out_TD, _ = layer(x_TD, batch)
                     forward = len(launches.seen)
                     torch.autograd.backward([out_TD], [probe_TD])
+        assert not waits.reads
     shared.close()
     return launches.seen[:forward], launches.seen[forward:]
 
@@ -126,6 +129,21 @@ def test_forward_moves_little_more_than_it_must(rank: RankPool) -> None:
     assert 0.9 < nbytes / least < 1.1
 
 
+@needs_a_device
+def test_the_gemm_triton_launches_fewer_kernels_and_moves_at_most_three_quarters_of_the_bytes(rank: RankPool) -> None:
+    """Bytes of all operators but products. ``add_`` is one here: on a GPU, that of weight gradients is in the product."""
+    ((forward, backward),) = rank.run(seen, 1, "plain", TritonOnCpu.name)
+    ((forward_of_grouped, backward_of_grouped),) = rank.run(seen, 1, "plain")
+    assert (kernels(forward), kernels(backward)) == (16, 29)
+    for ours, theirs in ((forward, forward_of_grouped), (backward, backward_of_grouped)):
+        assert kernels(ours) < kernels(theirs)
+        nbytes, more = (
+            sum(launch.nbytes for launch in launches if launch.name not in (*PRODUCTS, "add_"))
+            for launches in (ours, theirs)
+        )
+        assert nbytes <= 0.75 * more
+
+
 def none(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -138,9 +156,14 @@ def launched(documents: bool) -> dict[tuple[str, str], int]:
     logits, choice = none(8, 16, dtype=torch.float32), Choice(k=8)
     chosen = order.view(8, 8), weights.view(8, 8), None, weights.view(8, 8), choice, 16
     scalar, seen = none(dtype=torch.float32), none(1, 17, dtype=torch.float32)
+    tile = UNTUNED.gated
     given: dict[tuple[str, str], tuple[Any, ...]] = {
         ("counting_sort", "counting_sort"): (none(64, dtype=torch.int64), 16),
         ("empty_groups", "clear_empty_groups"): (none(4, 8, 8), order[:4]),
+        ("expert_gemm", "gated"): (h, none(4, 64, 32), None, weights, order[:4], order, None, tile),
+        ("expert_gemm", "gated_backward"): (h, none(4, 32, 16), None, h, weights, order[:4], order, None, tile),
+        ("expert_gemm", "product"): (h, none(4, 32, 16), None, None, order[:4], order, False, tile),
+        ("expert_gemm", "row_tiles"): (order[:4], 64),
         ("permute", "counts_and_ends"): (none(16, dtype=torch.int64),),
         ("permute", "gather_sum"): (h, order.view(8, 8)),
         ("permute", "tokens_and_rows"): (order, 64, 8),

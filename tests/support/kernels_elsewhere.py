@@ -19,6 +19,7 @@ PACKAGES = (
     "add_wgrad",
     "counting_sort",
     "empty_groups",
+    "expert_gemm",
     "grouped_gemm",
     "hadamard",
     "paged_copy",

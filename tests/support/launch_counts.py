@@ -27,6 +27,10 @@ from moefw_kernels.routing import Chosen
 KERNELS = {
     ("counting_sort", "counting_sort"): 3,
     ("empty_groups", "clear_empty_groups"): 1,
+    ("expert_gemm", "gated"): 1,
+    ("expert_gemm", "gated_backward"): 2,
+    ("expert_gemm", "product"): 1,
+    ("expert_gemm", "row_tiles"): 1,
     ("permute", "counts_and_ends"): 1,
     ("permute", "gather_sum"): 1,
     ("permute", "tokens_and_rows"): 1,
@@ -39,10 +43,16 @@ KERNELS = {
 """How many kernels a GPU launches for a package's function; for the sums over tokens of one kind of rows."""
 BACKWARD = {("routing", "route"): 1, ("routing.balance", "switch_loss"): 1, ("routing.balance", "token_sums"): 1}
 """How many for the gradient of its first argument, if it has one of its own."""
-OPERATORS = {"topk": 2, "sort": 4, "cumsum": 2, "_grouped_mm": 2}
+OPERATORS = {
+    "topk": 2,
+    "sort": 4,
+    "cumsum": 2,
+    "_grouped_mm": 2,
+    "gated_backward": KERNELS["expert_gemm", "gated_backward"],
+}
 """Kernels of an operator that launches several: selection and sort, radix passes, cast and scan, addresses and GEMM."""
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm")
+PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "gated", "gated_backward", "grouped_product")
 
 
 @dataclass(frozen=True)

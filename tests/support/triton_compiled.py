@@ -16,11 +16,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel: Triton's own code, PTX, and the instructions of the machine (SASS) with their modifiers."""
+    """A compiled kernel: Triton's own code, PTX, and the instructions of the machine (SASS) with their modifiers.
+
+    ``shared``: the bytes of shared memory that a program takes.
+    """
 
     ttir: str
     ptx: str
     sass: tuple[str, ...]
+    shared: int
 
     @property
     def spills(self) -> int:
@@ -84,8 +88,9 @@ def _compiled(kernel: Any, given: Mapping[str, Any], options: Mapping[str, Any],
         elif _is_aligned(value):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=attributes)
-    asm = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options)).asm
-    return Compiled(str(asm["ttir"]), str(asm["ptx"]), _disassembled(asm["cubin"]))
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+    asm = compiled.asm
+    return Compiled(str(asm["ttir"]), str(asm["ptx"]), _disassembled(asm["cubin"]), compiled.metadata.shared)
 
 
 def _is_aligned(value: Any) -> bool:

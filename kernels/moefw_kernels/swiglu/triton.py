@@ -49,7 +49,7 @@ def _sigmoid(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _factors(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, COMPILED: tl.constexpr):
+def factors(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, COMPILED: tl.constexpr):
     """Argument of the sigmoid, the activated gate and its factor. NaN stays NaN where values are clamped."""
     if LIMIT is None:
         x = gate
@@ -76,6 +76,20 @@ def _silu_slope(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
+def backward_of_tile(dy, gate, up, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, COMPILED: tl.constexpr):
+    """Gradients of gate and up, and the activation without weights, of which ``dy`` is the weighted one's gradient."""
+    x, activated, factor = factors(gate, up, LIMIT, ALPHA, COMPILED)
+    weighted_dy = dy * weight
+    s, rest = _silu_slope(x, COMPILED)
+    grad_gate = as_bf16(weighted_dy * factor * s * rest, COMPILED)
+    grad_up = as_bf16(weighted_dy * activated, COMPILED)
+    if LIMIT is not None:
+        grad_gate = tl.where(gate <= LIMIT, grad_gate, 0.0)
+        grad_up = tl.where(tl.abs(up) <= LIMIT, grad_up, 0.0)
+    return grad_gate, grad_up, as_bf16(activated * factor, COMPILED)
+
+
+@triton.jit
 def _load(at, inside):
     """Load bf16 numbers as fp32, 0 outside."""
     bits = tl.load(at, mask=inside, other=0.0).to(tl.int16, bitcast=True)
@@ -83,7 +97,7 @@ def _load(at, inside):
 
 
 @triton.jit
-def _store(at, x, inside):
+def store_bf16(at, x, inside):
     """Store fp32 numbers that are exact in bf16."""
     bits = x.to(tl.int32, bitcast=True) >> 16
     tl.store(at, bits.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
@@ -104,9 +118,9 @@ def _forward_kernel(
     inside = (r_R1 < rows) & (c < columns)
     gate = _load(h + r_R1 * h_stride + c, inside)
     up = _load(h + r_R1 * h_stride + columns + c, inside)
-    _, activated, factor = _factors(gate, up, LIMIT, ALPHA, COMPILED)
+    _, activated, factor = factors(gate, up, LIMIT, ALPHA, COMPILED)
     unweighted = as_bf16(activated * factor, COMPILED)
-    _store(a + r_R1 * columns + c, as_bf16(unweighted * weight, COMPILED), inside)
+    store_bf16(a + r_R1 * columns + c, as_bf16(unweighted * weight, COMPILED), inside)
 
 
 @triton.jit
@@ -125,20 +139,12 @@ def _backward_kernel(
         dy = _load(grad + r_R1 * grad_stride + c, inside)
         gate = _load(h + r_R1 * h_stride + c, inside)
         up = _load(h + r_R1 * h_stride + columns + c, inside)
-        x, activated, factor = _factors(gate, up, LIMIT, ALPHA, COMPILED)
-        unweighted = as_bf16(activated * factor, COMPILED)
+        grad_gate, grad_up, unweighted = backward_of_tile(dy, gate, up, weight, LIMIT, ALPHA, COMPILED)
         total += dy * unweighted
-        weighted_dy = dy * weight
-        s, rest = _silu_slope(x, COMPILED)
-        grad_gate = as_bf16(weighted_dy * factor * s * rest, COMPILED)
-        grad_up = as_bf16(weighted_dy * activated, COMPILED)
-        if LIMIT is not None:
-            grad_gate = tl.where(gate <= LIMIT, grad_gate, 0.0)
-            grad_up = tl.where(tl.abs(up) <= LIMIT, grad_up, 0.0)
         to = grad_h + r_R1 * 2 * columns + c
-        _store(to, grad_gate, inside)
-        _store(to + columns, grad_up, inside)
-        _store(a + r_R1 * columns + c, as_bf16(unweighted * weight, COMPILED), inside)
+        store_bf16(to, grad_gate, inside)
+        store_bf16(to + columns, grad_up, inside)
+        store_bf16(a + r_R1 * columns + c, as_bf16(unweighted * weight, COMPILED), inside)
     tl.store(grad_weights + r, tl.sum(total, 1), mask=r < rows)
 
 
@@ -147,7 +153,7 @@ def weighted_swiglu(h_RH: Tensor, weights_R: Tensor, clamp: Clamp | None = None)
     h_RH = _along_rows(h_RH)
     rows = len(h_RH)
     columns = h_RH.shape[1] // 2
-    limit, alpha = _in_bf16(clamp)
+    limit, alpha = in_bf16(clamp)
     a_RF = h_RH.new_empty(rows, columns)
     if a_RF.numel():
         _forward_kernel[(triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)](
@@ -173,7 +179,7 @@ def weighted_swiglu_backward(
     grad_RF = _along_rows(grad_RF)
     h_RH = _along_rows(h_RH)
     rows, columns = grad_RF.shape
-    limit, alpha = _in_bf16(clamp)
+    limit, alpha = in_bf16(clamp)
     grad_h = h_RH.new_empty(rows, 2 * columns)
     a_RF = h_RH.new_empty(rows, columns)
     grad_weights = h_RH.new_empty(rows, dtype=torch.float32)
@@ -199,7 +205,7 @@ def weighted_swiglu_backward(
 
 
 @cache
-def _in_bf16(clamp: Clamp | None) -> tuple[float | None, float | None]:
+def in_bf16(clamp: Clamp | None) -> tuple[float | None, float | None]:
     """``LIMIT`` and ``ALPHA`` of the kernels.
 
     PyTorch clamps bf16 values to a limit rounded to bf16, and multiplies by an ``alpha`` that it keeps in fp32.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import click
 from attrs import asdict
@@ -15,10 +16,12 @@ from rich.table import Table
 from moefw.commands.doctor.capability import Capability
 from moefw.commands.doctor.children import ask
 from moefw.commands.doctor.machine import inspect_machine
-from moefw.commands.doctor.probes import GROUPS, PROBES, probes_of_plugins
+from moefw.commands.doctor.probes import DEEP_PROBES, GROUPS, PROBES, probes_of_plugins
+from moefw.core.probes import Probe
 from moefw.core.site import Machine
 
 TIMEOUT_S = 20.0
+DEEP_TIMEOUT_S = 300.0
 WORKERS = 2
 NEEDED = ("python", "torch", "gloo", "grouped_mm", "safetensors")
 """The capabilities that training needs."""
@@ -26,14 +29,22 @@ NEEDED = ("python", "torch", "gloo", "grouped_mm", "safetensors")
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=TIMEOUT_S, show_default=True, help="Seconds in all.")
-def doctor(as_json: bool, timeout: float) -> None:
+@click.option("--deep", is_flag=True, help="Also multiply with each of our kernels, compiled for the GPU, and compare.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    help=f"Seconds in all.  [default: {TIMEOUT_S:.0f}, with --deep {DEEP_TIMEOUT_S:.0f}]",
+)
+def doctor(as_json: bool, deep: bool, timeout: float | None) -> None:
     """Tell what is available here, what is installed but unusable and why, and how to install what is missing.
 
     Exits with 1 if something is not available that training needs.
     """
     with Console(stderr=True).status("trying what is installed"):
-        capabilities = examine(timeout_s=timeout)
+        if deep:
+            capabilities = examine(timeout_s=timeout or DEEP_TIMEOUT_S, also=DEEP_PROBES)
+        else:
+            capabilities = examine(timeout_s=timeout or TIMEOUT_S)
     stops = [item.name for item in capabilities if item.name in NEEDED and item.state != "available"]
     if as_json:
         click.echo(
@@ -45,11 +56,11 @@ def doctor(as_json: bool, timeout: float) -> None:
     click.get_current_context().exit(1 if stops else 0)
 
 
-def examine(*, timeout_s: float) -> list[Capability]:
-    """All capabilities, each tried, within about ``timeout_s`` seconds in all."""
+def examine(*, timeout_s: float, also: Mapping[str, Probe] = MappingProxyType({})) -> list[Capability]:
+    """All capabilities, and those of the probes in ``also``, each tried, within about ``timeout_s`` seconds in all."""
     deadline = time.monotonic() + timeout_s
     of_plugins, problems = probes_of_plugins()
-    probes = {**PROBES, **{probe.name: probe for probe in of_plugins if probe.name not in PROBES}}
+    probes = {**PROBES, **also, **{probe.name: probe for probe in of_plugins if probe.name not in PROBES}}
     capabilities = inspect_machine()
     capabilities += [Capability("plugins", "unusable", detail=problem.what, fix=problem.fix) for problem in problems]
     absent = [name for name, probe in probes.items() if not Machine().has_package(probe.package)]

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from moefw.commands.doctor.fp8_products import fp8_products
+from moefw.commands.doctor.triton_products import triton_products
 from moefw.compose.registry import Registry
 from moefw.core.errors import Problem
 from moefw.core.probes import Probe, ProbeError
@@ -207,6 +208,11 @@ PROBES: Mapping[str, Probe] = {
         Probe("safetensors", _safetensors, "safetensors", "safetensors", "pip install safetensors"),
     )
 }
+_OTHER_PARTS = "Do not train with these kernels here: use gemm: {use: grouped} and precision: {use: bf16}"
+DEEP_PROBES: Mapping[str, Probe] = {
+    "triton products": Probe("triton products", triton_products, "triton", "triton", _OTHER_PARTS),
+}
+"""Probes that take long, as they compile: those of ``moefw doctor --deep``."""
 GROUPS = (
     ("torch", "gloo", "grouped_mm", "safetensors", "bf16 on this CPU", "fp8 products", "tensorboard", "triton", "nccl"),
     ("transformer-engine",),
@@ -225,7 +231,8 @@ def probes_of_plugins() -> tuple[list[Probe], list[Problem]]:
 
 def probe_of(name: str) -> Probe:
     """Probe of that name: ours, or an installed plugin's."""
-    if name in PROBES:
-        return PROBES[name]
+    ours = {**PROBES, **DEEP_PROBES}
+    if name in ours:
+        return ours[name]
     of_plugins, _ = probes_of_plugins()
     return next(probe for probe in of_plugins if probe.name == name)

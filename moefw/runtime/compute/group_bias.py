@@ -41,14 +41,21 @@ class _AddGroupBias(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RC: Tensor) -> tuple[Tensor | None, ...]:
         ends_e, weights_R, bias = ctx.saved_tensors
-        # A sum over the rows of each group is a grouped product with a column of ones, or of the rows' weights.
-        factors_R = grad_RC.new_ones(len(grad_RC)) if weights_R is None else weights_R.to(grad_RC.dtype)
-        columns = factors_R.unsqueeze(1).repeat(1, COLUMNS)
-        grad_bias = grouped_mm(grad_RC.contiguous().mT, columns, ends_e)[..., 0].to(ctx.bias_dtype)
+        grad_bias = group_sums(grad_RC, ends_e, weights_R).to(ctx.bias_dtype)
         if weights_R is None:
             return grad_RC, grad_bias, None, None
         added_RC = bias.squeeze(0)[_groups(ends_e, len(grad_RC))]
         return grad_RC, grad_bias, None, torch.linalg.vecdot(grad_RC.float(), added_RC.float())
+
+
+def group_sums(x_RC: Tensor, ends_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    """Sums of the rows of each group, each times its weight if there are weights: ``(e, C)`` in the dtype of ``x``.
+
+    It is a grouped product with a column of ones, or of the rows' weights. ``ends_e``: the ends of the groups, int32.
+    """
+    factors_R = x_RC.new_ones(len(x_RC)) if weights_R is None else weights_R.to(x_RC.dtype)
+    columns = factors_R.unsqueeze(1).repeat(1, COLUMNS)
+    return grouped_mm(x_RC.contiguous().mT, columns, ends_e)[..., 0]
 
 
 def _groups(ends_e: Tensor, rows: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from moefw.core.contracts import ExpertGemm, Precision, StackedAdapter
 from moefw.core.records import AdaptedWeight, Canonical, RowGroups, SavedOperand
 from moefw.core.stages import ExpertBatch
+from moefw.plugins.gemm.stacked import stacked_experts
 from moefw.runtime.compute.casts import in_dtype
 from moefw.runtime.compute.group_bias import add_group_bias, widened
 from moefw.runtime.compute.grouped_mm import grouped_mm
@@ -94,16 +95,9 @@ class GroupedExperts(nn.Module, ExpertGemm):
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield each expert's parameters as pieces of the stacked ones, and those of adapters."""
-        f = self.down.shape[-1]
-        into, out_of = self.shards
-        for local, expert in enumerate(self.numbers):
-            yield Canonical(f"{expert}.gate_proj.weight", self.gate_up, (local, slice(0, f)), into)
-            yield Canonical(f"{expert}.up_proj.weight", self.gate_up, (local, slice(f, 2 * f)), into)
-            yield Canonical(f"{expert}.down_proj.weight", self.down, (local,), out_of)
-            if self.gate_up_bias is not None and self.down_bias is not None:
-                yield Canonical(f"{expert}.gate_proj.bias", self.gate_up_bias, (local, slice(0, f)), into)
-                yield Canonical(f"{expert}.up_proj.bias", self.gate_up_bias, (local, slice(f, 2 * f)), into)
-                yield Canonical(f"{expert}.down_proj.bias", self.down_bias, (local,), into)
+        yield from stacked_experts(
+            self.numbers, self.shards, self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        )
         for adapter in (self.gate_up_adapter, self.down_adapter):
             if adapter is not None:
                 yield from adapter.canonical()
