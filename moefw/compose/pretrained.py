@@ -31,9 +31,10 @@ from moefw.models.embedding import IGNORED
 from moefw.models.huggingface.beside import BESIDE, hand_on
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import family_of
-from moefw.models.huggingface.folder import Description, Folder
+from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.loading import fill, placed
 from moefw.models.huggingface.origins import Origin
+from moefw.models.huggingface.stored import Description
 from moefw.models.huggingface.writing import Written, lay_out
 from moefw.runtime.adapters import MergedParameters, begin_adapters
 from moefw.runtime.communication.agreement import everywhere, raise_together

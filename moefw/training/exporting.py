@@ -21,8 +21,8 @@ from moefw.core.errors import CheckpointError, MoefwError, Problem
 from moefw.models.huggingface.beside import CHAT, hand_on
 from moefw.models.huggingface.codings import CODINGS, Coding
 from moefw.models.huggingface.families import FAMILIES
-from moefw.models.huggingface.folder import Description
 from moefw.models.huggingface.origins import Origin, origin_of
+from moefw.models.huggingface.stored import Description
 from moefw.models.huggingface.writing import Written, lay_out
 from moefw.models.huggingface.written import configurations, dense_layers
 from moefw.plugins.data.source import tokenizer_beside

@@ -12,9 +12,10 @@ from torch import Tensor
 from moefw.compose.assembly import Assembly
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import family_of
-from moefw.models.huggingface.folder import Coded, Folder
+from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.loading import placed, wanted
 from moefw.models.huggingface.origins import Origin
+from moefw.models.huggingface.stored import Coded
 from moefw.runtime.adapters import MergeableWeight, mergeable_weights
 from moefw.runtime.compute.code_formats import CodeFormat
 from moefw.runtime.compute.coded_weight import CodedWeight

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.codings import Coding
-from moefw.models.huggingface.folder import Description, Nvfp4, coded_piece, write_piece
 from moefw.models.huggingface.origins import Origin
+from moefw.models.huggingface.stored import Description, Nvfp4, coded_piece, write_piece
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.training.exporting_base import Base
 

@@ -13,8 +13,8 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.data import TOKENIZER
 from moefw.models.huggingface.beside import CHAT, hand_on
-from moefw.models.huggingface.folder import Description
 from moefw.models.huggingface.loading import router_states, wanted
+from moefw.models.huggingface.stored import Description
 from moefw.models.huggingface.writing import Written, create
 from moefw.plugins.data.source import tokenizer_beside
 from moefw.system.folders import new_folder

@@ -31,7 +31,8 @@ from moefw.models.huggingface.adapter_places import (
     stacks_of,
 )
 from moefw.models.huggingface.families import FAMILIES
-from moefw.models.huggingface.folder import DTYPES, Plain
+from moefw.models.huggingface.folder import DTYPES
+from moefw.models.huggingface.stored import Plain
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.finite import all_finite
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
-from moefw.models.huggingface.folder import Coded, Fp8, Mxfp4, Nvfp4
+from moefw.models.huggingface.stored import Coded, Fp8, Mxfp4, Nvfp4
 
 
 @frozen(kw_only=True)

@@ -14,7 +14,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from moefw.models.huggingface.folder import DTYPES, INDEX, Description
+from moefw.models.huggingface.folder import DTYPES, INDEX
+from moefw.models.huggingface.stored import Description
 
 SHARD_BYTES: Final = 5 * 10**9
 """The most bytes of a file, unless one tensor is larger."""
