@@ -36,7 +36,7 @@ def import_(folder: str, run: str) -> int:
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp32", "fp8", "mxfp4", "nvfp4"]),
-    help="How the folder holds weights: by default bf16. In the others, what has not trained is copied.",
+    help="How the folder holds weights, bf16 by default. As codes: fp8, mxfp4, nvfp4; what has not trained is copied.",
 )
 @click.option(
     "--adapter",

@@ -82,6 +82,7 @@ class CodedTensors:
         self._base = base
         self._as_in_base = base.format is self._format
         self._weights = {name for name, origin in origins.items() if self._becomes_codes(name, origin)}
+        self._tensors = {origins[name].name for name in self._weights}
         self._copied: set[str] = set()
         self._apart: set[str] = set()
         """What servers join and is encoded in part, and copied in part."""
@@ -111,10 +112,9 @@ class CodedTensors:
 
         What has not trained and is no code keeps the dtype of the base.
         """
-        coded = {self._origins[name].name for name in self._weights}
         described: dict[str, Description] = {}
         for tensor, description in values.items():
-            if tensor in coded:
+            if tensor in self._tensors:
                 described |= self._coding.stored.described(tensor, description[1])
             else:
                 described[tensor] = description
@@ -135,8 +135,7 @@ class CodedTensors:
         if self._as_in_base and "quantization_config" in self._base.config:
             return self._base.config["quantization_config"]
         matrices = (name for name, (_, shape) in described.items() if name.endswith(".weight") and len(shape) == 2)
-        coded = {self._origins[name].name for name in self._weights}
-        modules = sorted(name.removesuffix(".weight") for name in matrices if name not in coded)
+        modules = sorted(name.removesuffix(".weight") for name in matrices if name not in self._tensors)
         return self._coding.config([module for module in modules if not module.endswith("embed_tokens")])
 
     def write(self, weights: Callable[[str], Tensor], tensors: Mapping[str, Tensor]) -> None:

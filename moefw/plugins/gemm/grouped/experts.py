@@ -7,13 +7,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefw.core.contracts import ExpertGemm, Precision, StackedAdapter
+from moefw.core.contracts import Precision, StackedAdapter
 from moefw.core.records import AdaptedWeight, Canonical, RowGroups, SavedOperand
 from moefw.core.stages import ExpertBatch
-from moefw.plugins.gemm.stacked import stacked_experts
+from moefw.plugins.gemm.stacked import StackedExperts
 from moefw.runtime.compute.casts import in_dtype
 from moefw.runtime.compute.group_bias import add_group_bias, widened
 from moefw.runtime.compute.grouped_mm import grouped_mm
@@ -31,28 +31,14 @@ Sizes = tuple[int, ...] | None
 
 
 @final
-class GroupedExperts(nn.Module, ExpertGemm):
-    """``gate_up`` (e, 2F, D): gate rows, then up rows; ``down`` (e, D, F); perhaps a bias for each.
-
-    If experts are split, each rank has a part of every bias, and adds it to its part of the sum.
-    """
+class GroupedExperts(StackedExperts):
+    """Stacked experts in PyTorch's grouped GEMMs, perhaps with adapters."""
 
     def __init__(self, context: BuildContext) -> None:
-        super().__init__()
-        dims = context.site.dims
-        parts = context.layout.size("etp")
-        d = dims.model_dim
-        f = dims.expert_dim // parts
-        self.numbers = context.local_experts
-        self.shards = (context.expert_shard(0), context.expert_shard(1))
-        experts = len(self.numbers)
+        super().__init__(context)
         recipe = context.recipe("moe.experts")
-        self.into, self.out_of = (recipe.at(name, groups=experts) for name in ("gate_up", "down"))
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * f, d))
-        self.down = nn.Parameter(torch.empty(experts, d, f))
-        self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * f)) if dims.biased_experts else None
-        self.down_bias = nn.Parameter(torch.empty(experts, d // parts)) if dims.biased_experts else None
-        self.clamp = dims.activation.clamp
+        self.into, self.out_of = (recipe.at(name, groups=len(self.numbers)) for name in ("gate_up", "down"))
+        _, d, f = self.down.shape
         into, out_of = self.shards
         self.gate_up_adapter = context.stacked_adapter(
             AdaptedWeight(
@@ -95,9 +81,7 @@ class GroupedExperts(nn.Module, ExpertGemm):
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield each expert's parameters as pieces of the stacked ones, and those of adapters."""
-        yield from stacked_experts(
-            self.numbers, self.shards, self.gate_up, self.down, self.gate_up_bias, self.down_bias
-        )
+        yield from super().canonical()
         for adapter in (self.gate_up_adapter, self.down_adapter):
             if adapter is not None:
                 yield from adapter.canonical()

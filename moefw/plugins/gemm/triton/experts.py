@@ -5,17 +5,15 @@ Shapes: legend in :mod:`moefw.core.stages`; ``H = 2F``, gate, then up. All produ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefw.core.contracts import ExpertGemm, Precision
-from moefw.core.records import Canonical
+from moefw.core.contracts import Precision
 from moefw.core.stages import ExpertBatch
-from moefw.plugins.gemm.stacked import stacked_experts
+from moefw.plugins.gemm.stacked import StackedExperts
 from moefw.runtime.compute.group_bias import group_sums, widened
 from moefw.runtime.compute.weights import WeightUse
 from moefw_kernels.expert_gemm import Tiles, gated, gated_backward, product, row_tiles
@@ -26,28 +24,12 @@ if TYPE_CHECKING:
 
 
 @final
-class TritonExperts(nn.Module, ExpertGemm):
-    """``gate_up`` (e, 2F, D): gate rows, then up rows; ``down`` (e, D, F); perhaps a bias for each.
-
-    If experts are split, each rank has a part of every bias, and adds it to its part of the sum. ``chosen``: the tiles
-    of its products.
-    """
+class TritonExperts(StackedExperts):
+    """Stacked experts whose activation is computed in the epilogues. ``chosen``: the tiles of their products."""
 
     def __init__(self, context: BuildContext, chosen: Tiles) -> None:
-        super().__init__()
-        dims = context.site.dims
-        parts = context.layout.size("etp")
-        d = dims.model_dim
-        f = dims.expert_dim // parts
-        self.numbers = context.local_experts
-        self.shards = (context.expert_shard(0), context.expert_shard(1))
-        experts = len(self.numbers)
+        super().__init__(context)
         self.recipe = context.recipe("moe.experts")
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * f, d))
-        self.down = nn.Parameter(torch.empty(experts, d, f))
-        self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * f)) if dims.biased_experts else None
-        self.down_bias = nn.Parameter(torch.empty(experts, d // parts)) if dims.biased_experts else None
-        self.clamp = dims.activation.clamp
         self.chosen = chosen
         self._fc1 = context.region("expert_fc1", self._project_in)
         self._fc2 = context.region("expert_fc2", self._project_out)
@@ -73,12 +55,6 @@ class TritonExperts(nn.Module, ExpertGemm):
             self.down, bias, self.recipe, self.clamp, self.chosen, h_RH, a_RF, weights_R, ends_e, tiles
         )
         return rows_RD
-
-    def canonical(self) -> Iterator[Canonical]:
-        """Yield each expert's parameters as pieces of the stacked ones."""
-        yield from stacked_experts(
-            self.numbers, self.shards, self.gate_up, self.down, self.gate_up_bias, self.down_bias
-        )
 
 
 WEIGHT, BIAS = 0, 1
