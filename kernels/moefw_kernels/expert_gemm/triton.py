@@ -90,6 +90,31 @@ def _columns_of(weights, group, n0, k0, TRANSPOSED: tl.constexpr, BN: tl.constex
 
 
 @triton.jit
+def _place(tiles, tile, across, BM: tl.constexpr, BN: tl.constexpr):
+    """Group of an output tile, its first column, its rows, these without any behind the group's end, and that end."""
+    group, first, stop = _row_tile(tiles, tile // across)
+    m = first + tl.arange(0, BM)
+    return group, tile % across * BN, m, tl.minimum(m, stop - 1).to(tl.int64), stop
+
+
+@triton.jit
+def _multiplied(
+    x, x_stride, rows, w, group, n0, K,
+    TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Product (BM, BN), fp32, of rows (R, K) and a group's columns: see :func:`_columns_of`."""
+    k = tl.arange(0, BK)
+    at_x = x + rows[:, None] * (x_stride * _UNIT) + k[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        x_MK = _factor(tl.load(at_x, mask=(k0 + k < K)[None, :], other=0.0), COMPILED)
+        w_KN = _factor(_columns_of(w, group, n0, k0, TRANSPOSED, BN, BK), COMPILED)
+        acc = tl.dot(x_MK, w_KN, acc)
+        at_x += BK
+    return acc
+
+
+@triton.jit
 def _gated_kernel(
     x, gate_up, bias, weights, tiles, h, a, x_stride, D, F,
     BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
@@ -101,10 +126,7 @@ def _gated_kernel(
     across = tl.cdiv(F, BN)
     k = tl.arange(0, BK)
     for tile in range(tl.program_id(0), tl.load(tiles) * across, tl.num_programs(0)):
-        group, first, stop = _row_tile(tiles, tile // across)
-        n0 = tile % across * BN
-        m = first + tl.arange(0, BM)
-        rows = tl.minimum(m, stop - 1).to(tl.int64)
+        group, n0, m, rows, stop = _place(tiles, tile, across, BM, BN)
         at_x = x + rows[:, None] * (x_stride * _UNIT) + k[None, :]
         gate = tl.zeros((BM, BN), tl.float32)
         up = tl.zeros((BM, BN), tl.float32)
@@ -142,19 +164,9 @@ def _product_kernel(
     K *= _UNIT
     N *= _UNIT
     across = tl.cdiv(N, BN)
-    k = tl.arange(0, BK)
     for tile in range(tl.program_id(0), tl.load(tiles) * across, tl.num_programs(0)):
-        group, first, stop = _row_tile(tiles, tile // across)
-        n0 = tile % across * BN
-        m = first + tl.arange(0, BM)
-        rows = tl.minimum(m, stop - 1).to(tl.int64)
-        at_x = x + rows[:, None] * (x_stride * _UNIT) + k[None, :]
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k0 in range(0, K, BK):
-            x_MK = _factor(tl.load(at_x, mask=(k0 + k < K)[None, :], other=0.0), COMPILED)
-            w_KN = _factor(_columns_of(w, group, n0, k0, TRANSPOSED, BN, BK), COMPILED)
-            acc = tl.dot(x_MK, w_KN, acc)
-            at_x += BK
+        group, n0, m, rows, stop = _place(tiles, tile, across, BM, BN)
+        acc = _multiplied(x, x_stride, rows, w, group, n0, K, TRANSPOSED, BM, BN, BK, COMPILED)
         n = n0 + tl.arange(0, BN)
         if BIASED:
             added = _as_fp32(tl.load(bias + group.to(tl.int64) * N + n, mask=n < N, other=0.0))
@@ -176,19 +188,9 @@ def _gated_backward_kernel(
     D *= _UNIT
     F *= _UNIT
     across = tl.cdiv(F, BN)
-    k = tl.arange(0, BK)
     for tile in range(tl.program_id(0), tl.load(tiles) * across, tl.num_programs(0)):
-        group, first, stop = _row_tile(tiles, tile // across)
-        n0 = tile % across * BN
-        m = first + tl.arange(0, BM)
-        rows = tl.minimum(m, stop - 1).to(tl.int64)
-        at_grad = grad + rows[:, None] * (grad_stride * _UNIT) + k[None, :]
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k0 in range(0, D, BK):
-            grad_MK = _factor(tl.load(at_grad, mask=(k0 + k < D)[None, :], other=0.0), COMPILED)
-            down_KN = _factor(_columns_of(down, group, n0, k0, False, BN, BK), COMPILED)
-            acc = tl.dot(grad_MK, down_KN, acc)
-            at_grad += BK
+        group, n0, m, rows, stop = _place(tiles, tile, across, BM, BN)
+        acc = _multiplied(grad, grad_stride, rows, down, group, n0, D, False, BM, BN, BK, COMPILED)
         # Half of the columns at a time: values of all of them would not fit in registers.
         left, right = tl.split(acc.reshape(BM, 2, BN // 2).permute(0, 2, 1))
         args = h, weights, grad_h, a, h_stride, m, rows, stop
