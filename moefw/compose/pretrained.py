@@ -14,13 +14,12 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from moefw.compose.adapter_weights import read_adapter
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
-from moefw.compose.given_routes import given_by_layer, layers_of
+from moefw.compose.given_routes import RoutesOfText
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.router_steps import RouterSteps, mean_scale
 from moefw.compose.spec.source import Marks, Tree
@@ -43,9 +42,7 @@ from moefw.runtime.forward_context import forward_with
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.naming import initialise_adapters, state_tensors
 from moefw.runtime.parallel.gradients import Gradients
-from moefw.runtime.parallel.holders import STAGE, holdings, writes_state
-from moefw.runtime.parallel.own_tokens import all_tokens, own_tokens
-from moefw.runtime.replayed_routes import DIFFERING, GIVEN
+from moefw.runtime.parallel.holders import holdings, writes_state
 from moefw.system.folders import new_folder
 
 
@@ -77,10 +74,7 @@ class Pretrained(nn.Module):
         routers = {layer.number: layer.router for layer in module.modules() if isinstance(layer, MoELayer)}
         self._steps = RouterSteps(routers, layout, warns=balances)
         self._losses: Sequence[Tensor] = ()
-        self._shape: Sequence[int] = ()
-        self._routes: Mapping[int, Tensor] = {}
-        """Experts of the last forward by layer: int32, of this rank's tokens of sequences of ``_shape``."""
-        self._differences: dict[int, Tensor] = {}
+        self._routes = RoutesOfText(module, assembly, layout)
 
     def forward(
         self,
@@ -150,18 +144,9 @@ class Pretrained(nn.Module):
             documents_BS=documents,
             loss_scale=mean_scale(ids, mask) if trains else None,
             seeds_B=self._seeds(ids) if trains else None,
-            routes=None if routes is None else self._own_routes(routes, ids, mask),
+            routes=None if routes is None else self._routes.own(routes, ids, mask),
             dropless=True,
         )
-
-    def _own_routes(self, routes: Tensor, ids: Tensor, mask: Tensor | None) -> Mapping[int, Tensor]:
-        """``Batch.routes`` of this rank's tokens."""
-        by_layer = given_by_layer(routes, ids, mask, self.assembly, self.module.options.num_layers)
-        padding = (0, 0, 0, self.module.padding(ids.shape[1]))
-        return {
-            layer: own_tokens(self.layout, functional.pad(ids_BSK, padding, value=-1))
-            for layer, ids_BSK in by_layer.items()
-        }
 
     @property
     def _trains(self) -> bool:
@@ -172,9 +157,7 @@ class Pretrained(nn.Module):
         losses: list[Tensor] = []
         with forward_with(aux_losses=losses):
             values, layers = read(batch)
-        self._shape = batch.ids_BS.shape
-        self._routes = {layer: stats.expert_ids_TK.int() for layer, stats in layers.items()}
-        self._count_differences(layers)
+        self._routes.seen(batch.ids_BS.shape, layers)
         if self._trains:
             if self._losses:
                 what = "Routers have auxiliary losses, and nobody has taken those of the forward before."
@@ -183,39 +166,13 @@ class Pretrained(nn.Module):
             self._steps.add(layers)
         return values
 
-    @torch.no_grad()
-    def _count_differences(self, layers: Mapping[int, LayerStats]) -> None:
-        """Add what :meth:`route_differences` tells."""
-        for layer, of_layer in layers.items():
-            if DIFFERING in of_layer.stats:
-                counts_2 = torch.stack([of_layer.stats[DIFFERING], of_layer.stats[GIVEN]]).double()
-                self._differences[layer] = self._differences.get(layer, 0.0) + counts_2
-
-    @torch.no_grad()
     def routes(self) -> Tensor:
         """Experts that the tokens of the last forward chose, ``(B, S, L, K)`` int16 on the host, for another forward.
 
         In each of the L layers with experts, in their order, before a capacity dropped any; -1 for padding. Each rank
         gets those of its sequences. Collective. Raises ContractError before a forward.
         """
-        if not self._shape:
-            raise ContractError("routes() of a model that has read no text.", "Call it behind a forward.")
-        sequences, length = self._shape
-        device = next(self.module.parameters()).device
-        width = length + self.module.padding(length)
-        top_k = self.assembly.site.dims.top_k
-        whole = []
-        for layer in layers_of(self.assembly, self.module.options.num_layers):
-            own_tK = self._routes.get(layer)
-            if own_tK is None:  # another stage has the layer
-                whole.append(torch.full((sequences, width, top_k), -1, dtype=torch.int32, device=device))
-            else:
-                whole.append(all_tokens(self.layout, own_tK, sequences))
-        routes_BSLK = torch.stack(whole, 2)[:, :length].contiguous()
-        stages = self.layout.group("pp")
-        if stages is not None:
-            dist.all_reduce(routes_BSLK, dist.ReduceOp.MAX, group=stages)
-        return routes_BSLK.to("cpu", torch.int16)
+        return self._routes.chosen()
 
     def route_differences(self) -> Mapping[int, tuple[int, int]]:
         """How many given choices of each layer its router would not have made, and how many were given.
@@ -223,15 +180,7 @@ class Pretrained(nn.Module):
         Of all forwards with ``routes`` since the last call, and of all ranks. A choice is an expert of a token; their
         order does not count. Padding and tokens without routes are not counted. Collective.
         """
-        layers = layers_of(self.assembly, self.module.options.num_layers)
-        counts_L2 = torch.zeros(len(layers), 2, dtype=torch.float64, device=next(self.module.parameters()).device)
-        for row, layer in enumerate(layers):
-            counts_L2[row] += self._differences.pop(layer, 0.0)
-        group = self.layout.group("pp", *STAGE)
-        if group is not None:
-            dist.all_reduce(counts_L2, group=group)
-        counts = zip(layers, counts_L2.long().tolist(), strict=True)
-        return {layer: (differing, given) for layer, (differing, given) in counts}
+        return self._routes.differences()
 
     def _seeds(self, input_ids: Tensor) -> Tensor:
         """Seeds of sequences, ``(B)``: the same on ranks that share them."""
