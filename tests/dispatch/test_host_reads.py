@@ -14,6 +14,7 @@ from moefw.testing.host_waits import available
 from moefw.testing.layer_case import LayerCase, solve
 from moefw.testing.layer_waits import layer_waits
 from moefw.testing.pool import RankPool
+from pairwise import each_value
 
 pytestmark = pytest.mark.skipif(not available(), reason="this torch has no devices that are written in Python")
 
@@ -83,8 +84,7 @@ def waited(dispatch: str, ranks: str, layers: list[str]) -> list[tuple[list[str]
     return found
 
 
-@pytest.mark.parametrize("name", RANKS)
-@pytest.mark.parametrize("dispatch", CHOICES)
+@pytest.mark.parametrize(("dispatch", "name"), each_value(CHOICES, RANKS))
 def test_the_host_reads_what_it_must_once_and_uploads_nothing(ranks: RankPool, dispatch: str, name: str) -> None:
     wanted = (ALONE if name == "alone" else TOGETHER)[dispatch]
     layers = [*LAYERS][: len(wanted)]

@@ -23,7 +23,7 @@ from moefw.testing.training import SMALL
 from moefw.training.engine import Engine
 from moefw.training.graphed_run import MOST_SHAPES, WARM_UP, GraphedRun
 from moefw.training.step_sums import Tally
-from pairwise import pairwise, quick
+from pairwise import deep, pairwise, quick
 
 pytestmark = pytest.mark.skipif(not available(), reason="this torch has no devices that are written in Python")
 
@@ -141,7 +141,7 @@ def test_steps_with_frozen_experts_are_replayed(ranks: RankPool) -> None:
     assert (found.failure, found.differing) == ("", [])
 
 
-@pytest.mark.parametrize("adapter", [{"use": "lora", "rank": 8, "dropout": 0.25}, {"use": "dora"}], ids=str)
+@pytest.mark.parametrize("adapter", [{"use": "lora", "rank": 8, "dropout": 0.25}, *deep({"use": "dora"})], ids=str)
 def test_steps_with_adapters_are_replayed(ranks: RankPool, adapter: dict[str, Any]) -> None:
     """What dropout drops depends on the batch, and not on the step that was recorded."""
     train = {**SMALL["train"], "micro_batch": 1, "weights": "of-no-folder"}
@@ -155,7 +155,7 @@ def collectives(operators: Sequence[str]) -> list[str]:
     return [operator for operator in operators if operator.startswith("c10d")]
 
 
-@pytest.mark.parametrize("way", quick(AMONG_RANKS, "experts, stashed", "sequences, around a ring"))
+@pytest.mark.parametrize("way", quick(AMONG_RANKS, "sequences, around a ring"))
 def test_ranks_replay_the_same_collectives(ranks: RankPool, way: str) -> None:
     case = case_of(2, {"dispatch": {**STATIC, "rank_capacity": 2.0}}, AMONG_RANKS[way])
     first, second = ranks.run(compared, 2, case, REPLAYS)
@@ -281,7 +281,7 @@ def apart(case: LayerCase) -> list[str]:
     return [name for name in eager if not torch.equal(eager[name], replayed[name])]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, *deep(2)])
 def test_a_run_that_replays_its_steps_trains_the_same_weights(ranks: RankPool, world: int) -> None:
     shared = {"parallel": {"experts": {"ep": 2}}, "dispatch": {**STATIC, "rank_capacity": 2.0}} if world == 2 else {}
     assert ranks.run(apart, world, case_of(world, ROUTING["bias"], shared)) == [[]] * world

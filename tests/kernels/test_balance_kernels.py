@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moefw_kernels.routing import MOST_CHOICES, MOST_EXPERTS, Choice, Rows, switch_loss, token_sums, z_loss
 from moefw_kernels.routing.balance import reference
+from pairwise import each_value
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
@@ -137,8 +138,7 @@ def kernels_as_the_reference(score: str, shape: str) -> None:
             assert mine[0]["mass_RE 0"].dtype == mine[0]["seen_RX 0"].dtype == mine[1].dtype == torch.float32
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("score", "shape"), each_value(SCORES, SHAPES))
 def test_the_kernels(interpreter: ProcessPoolExecutor, score: str, shape: str) -> None:
     interpreter.submit(kernels_as_the_reference, score, shape).result()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moefw_kernels.counting_sort import MOST_EXPERTS, counting_sort, reference
 from moefw_kernels.permute import sort_choices
+from pairwise import each_value
 
 IDS = {
     "random": lambda n, e, g: torch.randint(0, e, (n,), generator=g),
@@ -41,13 +42,13 @@ def test_the_reference(ids: str, experts: int) -> None:
         check(ids, length, experts, torch.int64, kernel=False)
 
 
-@pytest.mark.parametrize("experts", [1, 127, 1024])
-@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize(("ids", "experts"), each_value(IDS, [1, 127, 1024]))
 def test_the_kernels(interpreter: ProcessPoolExecutor, ids: str, experts: int) -> None:
     for length, dtype in ((0, torch.int64), (1, torch.int32), (1031, torch.int64)):
         interpreter.submit(check, ids, length, experts, dtype, kernel=True).result()
 
 
+@pytest.mark.deep
 def test_more_chunks_than_are_added_up_at_once(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(check, "dropped and out of range", 130 * 512 + 5, 5, torch.int64, kernel=True).result()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moefw_kernels.routing import MOST_CHOICES, MOST_EXPERTS, Choice, Chosen, reference, route
+from pairwise import each_value
 
 SCORES: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -106,10 +107,7 @@ def kernels_as_the_reference(score: str, shape: str) -> None:
         torch.testing.assert_close(my_grad, right_grad.float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("score", "shape"),
-    [*product(SCORES, list(SHAPES)[:-1]), ("sigmoid", "most"), *DEEP],
-)
+@pytest.mark.parametrize(("score", "shape"), [*each_value(SCORES, list(SHAPES)[:-1]), ("sigmoid", "most"), *DEEP])
 def test_the_kernels(interpreter: ProcessPoolExecutor, score: str, shape: str) -> None:
     interpreter.submit(kernels_as_the_reference, score, shape).result()
 

@@ -23,6 +23,7 @@ from moefw.core.errors import CheckpointError
 from moefw.models.huggingface.adapter_config import AdapterConfig
 from moefw.models.huggingface.adapter_files import write_adapter
 from moefw.models.huggingface.adapter_folder import AdapterFolder
+from pairwise import deep
 
 CONFIG = AdapterConfig(rank=RANK, alpha=7.0, base="base")
 WHAT: Mapping[str, str] = {
@@ -491,6 +492,6 @@ def test_no_value_of_a_key_is_a_traceback(bases: Callable[[str], Base], adapter:
                 base.adapter(adapter)
 
 
-@pytest.mark.parametrize("modules", ["moefw, peft", "peft, moefw"])
+@pytest.mark.parametrize("modules", ["moefw, peft", *deep("peft, moefw")])
 def test_peft_can_be_imported_beside(modules: str) -> None:
     subprocess.run([sys.executable, "-c", f"import {modules}"], check=True, timeout=250)

@@ -20,7 +20,7 @@ from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, train, whole_model
 from moefw.training.engine import evaluate
 from moefw.training.micro_batches import in_order
-from pairwise import each_value
+from pairwise import deep, each_value
 
 BF16 = 2.0**-8
 ODD = 7
@@ -63,7 +63,7 @@ def trained(parts: dict[str, Any], chunk: int | None) -> list[float]:
 @pytest.mark.parametrize(
     "parts",
     [
-        {"parallel": {"dense": {"tp": 2, "shard": "all"}, "experts": {"shard": "all"}}},
+        *deep({"parallel": {"dense": {"tp": 2, "shard": "all"}, "experts": {"shard": "all"}}}),
         {"parallel": {"dense": {"cp": 2}, "experts": {"ep": 2}}},
         {"parallel": {"pp": 2}, "pipeline": {"use": "zero-bubble"}},
     ],

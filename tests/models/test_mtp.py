@@ -162,7 +162,7 @@ PARALLEL = {
 }
 
 
-@pytest.mark.parametrize(("layout", "tied"), each_value(PARALLEL, [False, True]))
+@pytest.mark.parametrize(("layout", "tied"), [("tp 2", True), pytest.param("sharded", False, marks=pytest.mark.deep)])
 def test_trains_as_on_one_rank(pool: RankPool, layout: str, tied: bool) -> None:
     tree = {**TREE, "model": {**TREE["model"], "tie_embeddings": tied}}
     world, parallel = PARALLEL[layout]

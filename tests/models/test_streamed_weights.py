@@ -20,6 +20,7 @@ from moefw.core.errors import CheckpointError, PlanError, SpecError
 from moefw.models.huggingface.adapter_files import write_adapter
 from moefw.runtime.parallel.local_shards import is_held_as_codes
 from moefw.testing.pool import RankPool
+from pairwise import each_value, quick
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
@@ -63,8 +64,7 @@ def stream_and_compare(folder: Path, parallel: Mapping[str, Any]) -> None:
     assert same(streamed(model), tensors_of(folder))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), each_value(FAMILIES, LAYOUTS))
 def test_every_rank_of_any_layout_gets_them(pool: RankPool, family: str, layout: str, tmp_path: Path) -> None:
     world, parallel = LAYOUTS[layout]
     model_of(family, torch.bfloat16).save_pretrained(tmp_path)
@@ -104,7 +104,7 @@ def adapters_of(folder: Path, parallel: Mapping[str, Any], style: Any) -> None:
     assert same(streamed(model, adapter=style), tensors_of(folder / style))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "tp 2, ep 2, etp 2", "ep 2, sharded"))
 @pytest.mark.parametrize(
     ("family", "style"), [("qwen3_moe", "peft"), ("qwen3_moe", "vllm"), ("gpt_oss", "peft"), ("deepseek_v3", "peft")]
 )

@@ -14,7 +14,7 @@ import pytest
 
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL, Run, short_run
-from pairwise import deep
+from pairwise import deep, quick
 
 GQA = {"use": "gqa", "num_heads": 4, "num_kv_heads": 1, "head_dim": 8}
 MLA = {"use": "mla", "num_heads": 4, "q_rank": 10, "kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "v_dim": 5}
@@ -75,7 +75,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("router", WHOLE)
+@pytest.mark.parametrize("router", quick(WHOLE, "sinkhorn"))
 def test_routers_of_a_micro_batch_see_the_tokens_of_all_ranks_that_share_it(pool: RankPool, router: str) -> None:
     compare(pool, tree(GQA, routing=WHOLE[router]), padded=True, packed=False, parallel=FOUR)
 

@@ -22,6 +22,7 @@ from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.suites.watch import same_bits, worst_error
 from moefw.testing.training import SMALL
 from moefw.training.engine import Engine
+from pairwise import quick
 
 SIZES = {"shared_expert_dim": 16, "vocab_size": 64, "num_layers": 4, "num_dense_layers": 1, "mtp_layers": 1}
 MICRO_BATCHES = 3
@@ -40,6 +41,8 @@ WORLDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "4 ranks, zero-bubble": (4, {"parallel": {"pp": 2}, "pipeline": {"use": "zero-bubble"}}),
     "4 ranks, dualpipe-v, tied": (4, {"parallel": {"pp": 2}, "pipeline": {"use": "dualpipe-v"}, "model": TIED}),
 }
+
+QUICK = ("2 ranks", "2 ranks, ep 2", "2 ranks, tied", "2 ranks, merged", "4 ranks, dualpipe-v, tied")
 
 
 def case_of(world: str) -> LayerCase:
@@ -72,7 +75,7 @@ def both_ways(case: LayerCase) -> tuple[dict[str, Tensor], ...]:
     return stepped(case, early=True), stepped(case, early=True), stepped(case, early=False)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", quick(WORLDS, *QUICK))
 def test_gradients_are_those_of_sums_behind_the_last_backward(pool: RankPool, world: str) -> None:
     """On two ranks bit for bit; on more the order of a sum is another one. Equal bits in every run."""
     ranks, _ = WORLDS[world]

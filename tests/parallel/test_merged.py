@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 from unittest import mock
 
@@ -37,7 +37,7 @@ from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL
 from moefw.training import micro_batches
 from moefw.training.engine import Engine
-from pairwise import each_value
+from pairwise import deep, quick
 
 SIZES = {"shared_expert_dim": 16, "vocab_size": 64, "num_dense_layers": 1, "mtp_layers": 1, "num_layers": 3}
 MICRO_BATCHES = 4
@@ -62,6 +62,17 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "reduced once": {"train": {"reduce_gradients": "step"}},
     "loop": {"gemm": {"use": "loop"}},
 }
+QUICK = (
+    ("alltoall", "1 rank", "recompute"),
+    ("hybridep", "1 rank", "plain"),
+    ("alltoall", "2 ranks", "nvfp4"),
+    ("allgather", "2 ranks", "loop"),
+    ("deepep", "2 ranks", "gradients in bf16"),
+    ("hybridep", "2 ranks", "stash"),
+    ("allgather", "4 ranks", "offload"),
+    ("deepep", "4 ranks, sharded", "reduced once"),
+)
+"""Each dispatcher, world and way, the ways that take long on few ranks."""
 
 
 def case_of(
@@ -105,7 +116,13 @@ def assert_same_bits(pool: RankPool, ranks: int, plain: LayerCase, *others: Laye
             assert differing == [], f"rank {rank}, case {number}"
 
 
-@pytest.mark.parametrize(("dispatcher", "world", "way"), each_value(DISPATCHERS, WORLDS, WAYS))
+@pytest.mark.parametrize(
+    ("dispatcher", "world", "way"),
+    [
+        pytest.param(*values, marks=() if values in QUICK else pytest.mark.deep)
+        for values in product(DISPATCHERS, WORLDS, WAYS)
+    ],
+)
 def test_merged_passes_have_the_bits_of_passes_in_order(pool: RankPool, dispatcher: str, world: str, way: str) -> None:
     """With weight gradients in backward, and with those that wait for a movement."""
     ranks, parallel = WORLDS[world]
@@ -117,7 +134,7 @@ def test_merged_passes_have_the_bits_of_passes_in_order(pool: RankPool, dispatch
     assert_same_bits(pool, ranks, plain, merged_case, delayed)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", quick(WORLDS, "2 ranks", "4 ranks"))
 def test_weight_gradients_may_wait_for_a_movement_without_merging(pool: RankPool, world: str) -> None:
     ranks, parallel = WORLDS[world]
     plain = case_of(ranks, parallel=parallel)
@@ -294,7 +311,7 @@ def all_fsdp_calls(cases: Sequence[LayerCase]) -> list[Counter[str]]:
     return [fsdp_calls(case) for case in cases]
 
 
-@pytest.mark.parametrize("reduced", ["micro_batch", "step"])
+@pytest.mark.parametrize("reduced", ["micro_batch", *deep("step")])
 def test_fsdp_gathers_ahead_and_reduces_as_in_plain_order(pool: RankPool, reduced: str) -> None:
     parallel = WORLDS["4 ranks, sharded"][1]
     train = {"reduce_gradients": reduced}

@@ -59,7 +59,7 @@ def compare(pool: RankPool, world: int, spec: dict[str, Any], **shared: Any) -> 
 @pytest.mark.parametrize(
     ("algorithm", "world", "parallel", "attention"),
     [
-        ("allgather_kv", 4, SHARDED, SINKS),
+        pytest.param("allgather_kv", 4, SHARDED, SINKS, marks=pytest.mark.deep),
         ("ring_attention", 2, TWO, MLA),
         ("ulysses", 4, HEADS, GQA),
         pytest.param("ring_attention", 4, ACROSS, GQA, marks=pytest.mark.deep),

@@ -121,7 +121,7 @@ def test_every_product_is_computed_once_a_micro_batch(
     assert transfers["forward", SENT] == transfers["backward", SENT] == sent * MICRO_BATCHES
 
 
-@pytest.mark.parametrize("schedule", quick(SCHEDULES, "zero-bubble"))
+@pytest.mark.parametrize("schedule", deep(*SCHEDULES))
 def test_every_collective_runs_once_a_micro_batch(pool: RankPool, schedule: str) -> None:
     products, transfers = done(pool, schedule, ep=2, memory=RECOMPUTE)
     alone, collectives = done(pool, None, ep=2, memory=RECOMPUTE)
@@ -304,7 +304,7 @@ def saved_and_resumed(given: Mapping[str, Any], world: int, folder: Path, run: s
     return found
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zbv", *deep("gpipe", "1f1b", "zero-bubble", "dualpipe-v")])
+@pytest.mark.parametrize("schedule", ["zbv", *deep("gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe-v")])
 def test_a_checkpoint_goes_on_bit_for_bit_and_in_another_pipeline(
     pool: RankPool, tmp_path: Path, schedule: str
 ) -> None:

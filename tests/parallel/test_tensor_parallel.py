@@ -83,7 +83,10 @@ def test_logits_are_whole_for_any_length(pool: RankPool, length: int) -> None:
         torch.testing.assert_close(rank, alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (6, 2), (6, 1), (12, 4), (9, 9)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"),
+    [(6, 2), (12, 4), *(pytest.param(*some, marks=pytest.mark.deep) for some in ((6, 3), (6, 1), (9, 9)))],
+)
 def test_heads_may_share_keys_in_any_way(pool: RankPool, heads: int, kv_heads: int) -> None:
     """Over three ranks: whole groups a rank, one group over ranks, and groups that end within a rank."""
     sizes = {"vocab_size": 63, "dense_dim": 48, "shared_expert_dim": 24}

@@ -23,7 +23,7 @@ from moefw.testing.layer_case import LayerCase, build_layer, received
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.training import SMALL, Run, short_run
-from pairwise import each_value, quick
+from pairwise import deep, each_value, quick
 from quantized_oracle import FORMATS
 
 SAVED = "fp8-blockwise fp32 scales, saved fp8"
@@ -172,9 +172,15 @@ def same(tensor: Tensor, wanted: Tensor) -> bool:
     return fits and torch.equal(tensor.float(), wanted.float())
 
 
+@pytest.mark.parametrize("gemm", ["grouped", *deep("loop")])
 @pytest.mark.parametrize(
-    ("precision", "gemm"),
-    each_value([*RECIPES.values(), *SAVED_CODES.values(), {"use": "bf16"}], ["loop", "grouped"]),
+    "precision",
+    quick(
+        [*RECIPES.values(), *SAVED_CODES.values(), {"use": "bf16"}],
+        RECIPES["nvfp4"],
+        RECIPES["fp8-tensor, delayed"],
+        SAVED_CODES["mxfp8, fp8"],
+    ),
     ids=str,
 )
 def test_what_a_policy_takes_from_autograd_is_held_by_nobody_else(precision: Mapping[str, Any], gemm: str) -> None:

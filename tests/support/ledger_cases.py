@@ -254,16 +254,12 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
 
 QUICK = (
     "merged, six layers, weight gradients delayed",
-    "sharded, layers recomputed",
     "sharded, six layers offloaded, one micro-batch",
     "loop, delayed scales",
     "once a rank, codes on the wire",
-    "once a node, pages",
     "static rows, pages",
     "in parts, groups filled",
-    "quantiles, jitter, coupled",
     "packs of documents that ranks share",
-    "gradients in bf16",
     "gradients reduced once",
     "sharded, experts and embedding frozen",
     "a third party's dispatcher and memory policy",

@@ -97,11 +97,12 @@ def test_python_is_started_in_one_place() -> None:
 
 def places(word: str) -> set[str]:
     """Return the sources that import a module or a name, or use an attribute, that is called ``word``."""
-    return {path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.py") if word in set(names_in(path))}
+    sources = {path.relative_to(SOURCES).as_posix(): path.read_text() for path in SOURCES.rglob("*.py")}
+    return {name for name, source in sources.items() if word in source and word in set(names_in(source))}
 
 
-def names_in(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def names_in(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.Import):

@@ -52,6 +52,7 @@ def test_a_resumed_run_and_an_evaluation_have_the_adapters(spec: Path, tmp_path:
     assert_evaluated_resumed_and_read(spec, tmp_path / "run")
 
 
+@pytest.mark.deep
 def test_a_run_resumes_in_another_layout(spec: Path, tmp_path: Path) -> None:
     moefw_says("train", spec)
     whole = losses(tmp_path / "run")

@@ -35,7 +35,7 @@ from moefw.runtime.parallel.local_shards import all_of
 from moefw.testing.pool import RankPool
 from moefw.training.engine import Engine
 from moefw.training.measured import measure
-from pairwise import deep, quick
+from pairwise import deep, each_value, quick
 from resolved_specs import problems_of, resolved
 
 LORA = {"use": "lora", "rank": 8, "alpha": 4.0}
@@ -201,8 +201,7 @@ def filled(weight: CodedWeight) -> CodedWeight:
     return weight
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "in_nvfp4"])
-@pytest.mark.parametrize("gemm", ["grouped", "loop"])
+@pytest.mark.parametrize(("family", "gemm"), each_value(["deepseek_v3", "gpt_oss", "in_nvfp4"], ["grouped", "loop"]))
 def test_a_plan_counts_the_bytes_of_codes_and_is_what_is_measured(folders: Path, family: str, gemm: str) -> None:
     spec = tree(folders / family, "as_stored", gemm={"use": gemm}, precision={"use": "bf16"})
     assembly = resolved(json.dumps(spec))

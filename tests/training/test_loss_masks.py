@@ -199,7 +199,7 @@ def _of_even_labels(engine: Engine, batches: list[Batch], scaled: Any = Engine._
     return scaled(engine, batches)
 
 
-@pytest.mark.parametrize("packing", ["none", "static"])
+@pytest.mark.parametrize("packing", ["none", *deep("static")])
 def test_a_run_on_a_source_with_prompts_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
 ) -> None:
