@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -140,7 +141,7 @@ class Engine:
         """
         scaled = self._scaled(batches)
         made = self._attempt(scaled, clock, self.run)
-        with clock("results"):  # the host waits here for a device that runs behind
+        with _waiting(made.tally, clock):
             finite = made.finite
         if finite:
             self._update(made, lr, clock)
@@ -167,7 +168,7 @@ class Engine:
         """Run the step up to its update, and run it again without budgets if one overflowed."""
         tally = self._accumulate(batches, clock, run)
         first = tally
-        if tally.overflowed():
+        if tally.reports_overflow and _overflowed(tally, clock):
             tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock, run)
         with clock("gradients"):
             self.gradients.add_up()
@@ -213,6 +214,21 @@ class Engine:
         # A source masks losses on all ranks and in all micro-batches of a step, or nowhere.
         share = None if batches[0].loss_mask_BS is None else (trained / valid).float()
         return [replace(batch, loss_scale=scale, trained_share=share) for batch in batches]
+
+
+@contextmanager
+def _waiting(tally: Tally, clock: Clock) -> Iterator[None]:
+    """Section in which the host waits for sums, of a device that runs behind."""
+    with clock("results"):
+        if tally.replay:
+            # A replay returns at once: one that never ends would else be told as its sums.
+            stamp(f"results of the {tally.replay}")
+        yield
+
+
+def _overflowed(tally: Tally, clock: Clock) -> bool:
+    with _waiting(tally, clock):
+        return tally.overflowed()
 
 
 def _counts(batch: Batch) -> Tensor:
