@@ -272,8 +272,8 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
     with shared_by_micro_batches(model.parameters(), FORWARD):
         for number, batch in enumerate(batches, 1):
             stamp(f"evaluation batch {number} of {len(batches)}")
-            output = model(replace(batch, dropless=True))
-            tally.add(replace(output, layers={}, losses={}), number)
+            # No name: what a layer returns would stay until the next batch is done.
+            tally.add(replace(model(replace(batch, dropless=True)), layers={}, losses={}), number)
     tally.reduce(layout)
     model.train(was_training)
     loss_sum, tokens = tally.on_host().loss.tolist()
