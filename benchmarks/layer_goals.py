@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from attrs import asdict, evolve
 from torch import Tensor
 
+import gemms
 import goal
 import peers
 import record
 import traced
-from moe_layer import TINY, Layer, Shape, off
+from moe_layer import TINY, Gemm, Layer, Shape, off
 from moefw.runtime.compute.weights import shared_by_micro_batches
 from timing import device_to_measure, race, racing
 
@@ -75,9 +78,8 @@ def main() -> None:
 @contextmanager
 def in_a_step(*layers: Layer) -> Iterator[None]:
     """Let the calls of layers share the operands of their weights, as the micro-batches of a step do."""
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(shared_by_micro_batches(layer.module.parameters()))
+    # Layers may share weights, too, and each is entered once.
+    with shared_by_micro_batches(dict.fromkeys(chain.from_iterable(layer.module.parameters() for layer in layers))):
         yield
 
 
@@ -100,6 +102,16 @@ class Run:
         """Return the errors of output and gradients in bf16 against fp32."""
         shape = self.shape(CHECKED)
         return off(Layer(BF16, self.device, shape).figures(), Layer({"use": "fp32"}, self.device, shape).figures())
+
+    @cached_property
+    def gemms(self) -> tuple[list[Gemm], dict[str, str]]:
+        """The GEMMs of experts that are right here, and why each other one is left out."""
+        shape = self.shape(CHECKED)
+        candidates = gemms.gemms()
+        layers, left_out = gemms.layers_of(candidates, shape, self.device)
+        wanted = Layer({"use": "fp32"}, self.device, shape).figures()
+        left_out |= gemms.wrong_ones(layers, wanted, ALLOWED)
+        return [gemm for gemm in candidates if gemm.name not in left_out], left_out
 
     def race(self, ways: dict[str, Callable[[], object]], *layers: Layer) -> dict[str, float]:
         """Return the seconds of each way. Operands of weights are made while it warms up, as once in a step."""
@@ -142,6 +154,56 @@ def against_matmul(name: str) -> Callable[[Run], Measured]:
         return {"shape": asdict(shape), "ms": _ms(seconds), "tflops": tflops}, goals
 
     return measure
+
+
+def gemms_together(name: str) -> Callable[[Run], Measured]:
+    """Return the measurement of a shape with each GEMM of experts, and with Liger, beside the matmul."""
+
+    def measure(run: Run) -> Measured:
+        run.release()
+        shape = run.shape(SHAPES[name])
+        right, left_out = run.gemms
+        layers, _ = gemms.layers_of(right, shape, run.device)
+        others, not_there = peers.peers(layers["grouped"], shape, run.device, names=("liger",))
+        left_out = {**left_out, **not_there}
+        for each, why in left_out.items():
+            print(f"{name}, without {each}: {why}")
+        (matmul, operations) = run.matmul()
+        ways: dict[str, Callable[[], object]] = {"matmul": matmul}
+        for each, layer in {**layers, **others}.items():
+            ways |= {f"{each}, forward": layer.forward, f"{each}, fwd+bwd": layer.run}
+        seconds = run.race(ways, *layers.values())
+        peak = operations / seconds["matmul"]
+        work = {"forward": shape.flops, "fwd+bwd": 3 * shape.flops}
+        rates = {f"{each}, {way}": work[way] / seconds[f"{each}, {way}"] for each in (*layers, *others) for way in work}
+        goals = [
+            goal.at_least(f"8{name} {each}, {way}, share of the matmul's rate", share(rates, each, way, peak), wanted)
+            for each in gemms.NAMES
+            for way, wanted in zip(work, OF_MATMUL[name], strict=True)
+        ]
+        whole = {each: seconds.get(f"{each}, fwd+bwd") for each in (*gemms.NAMES, "liger")}
+        goals += [
+            goal.at_least(f"8{name} {each}, fwd+bwd over {other}", over(whole[each], whole[other]), wanted)
+            for each, other, wanted in (
+                *((each, "grouped", 1.0) for each in gemms.NAMES[1:]),
+                *((each, "liger", OF_PEER["liger"]) for each in gemms.NAMES),
+            )
+        ]
+        tflops = {way: 1e-12 * rate for way, rate in {**rates, "matmul": peak}.items()}
+        return {"shape": asdict(shape), "ms": _ms(seconds), "tflops": tflops, "left_out": left_out}, goals
+
+    return measure
+
+
+def share(rates: Mapping[str, float], each: str, way: str, peak: float) -> float | None:
+    """Return the share of the matmul's rate; None if it was not measured."""
+    rate = rates.get(f"{each}, {way}")
+    return None if rate is None else rate / peak
+
+
+def over(mine_s: float | None, other_s: float | None) -> float | None:
+    """Return how many times as fast mine is; None if one was not measured."""
+    return None if mine_s is None or other_s is None else other_s / mine_s
 
 
 def against_others(name: str) -> Callable[[Run], Measured]:
@@ -266,6 +328,9 @@ PARTS: dict[str, Callable[[Run], Measured]] = {
     "a": against_matmul("a"),
     "b": against_matmul("b"),
     "c": against_matmul("c"),
+    "gemms-a": gemms_together("a"),
+    "gemms-c": gemms_together("c"),
+    "gemms-b": gemms_together("b"),
     "others-a": against_others("a"),
     "others-c": against_others("c"),
     "others-b": against_others("b"),

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from moefw.compose.build import ModelParts, Shared, open_layout
 from moefw.compose.defaults import defaults
+from moefw.compose.machine import this_machine
+from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.context import ModelContext
-from moefw.core.site import Machine
 from moefw.core.stages import Batch
 from moefw.runtime.naming import canonical_parameters
 from moefw.runtime.phases import straight
@@ -47,6 +48,15 @@ class Shape:
         return 3 * self.num_experts * self.dim * self.expert_dim
 
 
+@frozen
+class Gemm:
+    """A GEMM by its name in a spec; ``plugins``: the modules that declare it, where it is not installed."""
+
+    name: str
+    plugins: tuple[Any, ...] = ()
+
+
+GROUPED = Gemm("grouped")
 TINY = Shape(tokens=64, dim=128, expert_dim=128, num_experts=4, top_k=2)
 """For runs on a CPU that only show that the code runs."""
 
@@ -54,7 +64,8 @@ TINY = Shape(tokens=64, dim=128, expert_dim=128, num_experts=4, top_k=2)
 class Layer:
     """The MoE layer in a precision, with its tokens.
 
-    ``memory``: the spec's. ``ids_TK``: each token's experts; None: those that the router chooses. ``seed``: of tokens.
+    ``gemm`` and ``memory``: the spec's. ``ids_TK``: each token's experts; None: those that the router chooses.
+    ``seed``: of tokens. Raises MoefwError where the GEMM is refused.
     """
 
     def __init__(
@@ -63,11 +74,12 @@ class Layer:
         device: torch.device,
         shape: Shape,
         *,
+        gemm: Gemm = GROUPED,
         memory: Sequence[Mapping[str, Any]] = (),
         ids_TK: Tensor | None = None,
         seed: int = 0,
     ) -> None:
-        context = model_context(precision, device, shape, memory=memory)
+        context = model_context(precision, device, shape, gemm=gemm, memory=memory)
         recipe = context.at(0).recipe("moe.experts")
         self.module = context.moe_layer(0)
         layer = self.module
@@ -80,6 +92,12 @@ class Layer:
         self.x_TD.requires_grad_()
         ids = torch.zeros(1, shape.tokens, dtype=torch.int64, device=device)
         self.batch = Batch(ids_BS=ids, labels_BS=ids, routes=None if ids_TK is None else {0: ids_TK})
+
+    def take_weights(self, other: Layer) -> None:
+        """Compute with the parameters of another layer of this shape, which have the same names and shapes."""
+        for name, parameter in other.module.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            setattr(self.module.get_submodule(owner), leaf, parameter)
 
     def forward(self) -> Tensor:
         """Return the output, ``(T, D)``."""
@@ -103,12 +121,24 @@ class Layer:
 
 
 def model_context(
-    precision: Mapping[str, Any], device: torch.device, shape: Shape, *, memory: Sequence[Mapping[str, Any]] = ()
+    precision: Mapping[str, Any],
+    device: torch.device,
+    shape: Shape,
+    *,
+    gemm: Gemm = GROUPED,
+    memory: Sequence[Mapping[str, Any]] = (),
 ) -> ModelContext:
-    """Return the context from which a model of one layer is built."""
+    """Return the context from which a model of one layer is built. Raises MoefwError where its parts do not fit."""
     sizes = {name: size for name, size in asdict(shape).items() if name != "tokens"}
     tree = {"model": {"num_layers": 1, **sizes}, "precision": dict(precision), "memory": list(memory)}
-    assembly = assemble_tree(tree, Marks("benchmark"), defaults=defaults(), machine=Machine(device=device.type))
+    tree["gemm"] = {"use": gemm.name}
+    assembly = assemble_tree(
+        tree,
+        Marks("benchmark"),
+        defaults=defaults(),
+        registry=Registry(extra=gemm.plugins),
+        machine=this_machine(device.type),
+    )
     return ModelParts(assembly, open_layout(assembly, device.type), device, Shared())
 
 

@@ -96,7 +96,7 @@ PARTS: Mapping[str, Part] = {
     "quickstart-fp8": quickstart(FP8, small=["precision.backend=emulate"]),
     "quickstart-offload": quickstart(OFFLOAD),
     "quickstart-graphs": quickstart("train.graphs=step", small=["train.graphs=none"]),
-    "goals": script("layer_goals", "--only", "a", "b", "c"),
+    "goals": script("layer_goals", "--only", "a", "b", "c", "gemms-a", "gemms-c", "gemms-b"),
     "others": script("layer_goals", "--only", "others-a", "others-c", "others-b"),
     "limits": script("layer_goals", "--only", "granularity", "few tokens", "skew", "counters"),
     "offload": script("offload_overlap"),

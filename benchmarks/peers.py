@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.util import find_spec
 
 import torch
@@ -88,6 +88,8 @@ def scattermoe(shape: Shape, weights: Weights) -> Made:
 
 
 NOT_CARRIED = "not carried"
+ON_A_CPU = ("hugging face",)
+"""Libraries that need no GPU."""
 PEERS: Mapping[str, tuple[str, Callable[[Shape, Weights], Made]]] = {
     "hugging face": ("transformers", hugging_face),
     "liger": ("liger_kernel", liger),
@@ -98,18 +100,21 @@ ALLOWED = 0.02
 """Relative difference of outputs for the same experts and weights in bf16: about 2^-8 for each of two GEMMs."""
 
 
-def peers(mine: Layer, shape: Shape, device: torch.device) -> tuple[dict[str, Peer], dict[str, str]]:
-    """Return the layers of others that compute what ours does, and why each other one is left out.
+def peers(
+    mine: Layer, shape: Shape, device: torch.device, *, names: Collection[str] = tuple(PEERS)
+) -> tuple[dict[str, Peer], dict[str, str]]:
+    """Return the layers of the named others that compute what ours does, and why each other one is left out.
 
     Libraries in Triton run only on a GPU.
     """
     found: dict[str, Peer] = {}
     left_out: dict[str, str] = {}
     weights = stacked(mine)
-    for name, (package, make) in PEERS.items():
+    for name in names:
+        package, make = PEERS[name]
         if find_spec(package) is None:
             left_out[name] = NOT_CARRIED
-        elif device.type == "cpu" and name != "hugging face":
+        elif device.type == "cpu" and name not in ON_A_CPU:
             left_out[name] = "needs a GPU"
         else:
             try:

@@ -31,7 +31,7 @@ def graph_needs(layout: LayoutPlan) -> list[Need]:
     value, who = ("shared", "ranks share the experts") if shares_experts else ("alone", "a rank has all experts")
     fix = f"{OFF} Or use other parts: docs/graphs.md lists them."
     if shares_experts:
-        fix += " Among dispatchers: alltoall with rank_capacity, on_overflow: rerun and max_tokens."
+        fix += " Among dispatchers: alltoall or hybridep with rank_capacity, on_overflow: rerun and max_tokens."
     return [
         need(
             "replays",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any, ClassVar, Final
@@ -18,6 +18,7 @@ from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout, Precision
 from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPolicyPlugin, Plugin, PrecisionPlugin
+from moefw.core.records import Pass
 from moefw.planner.layers import unlike_positions
 from moefw.planner.micro_batch import BUFFERS, FP32, POOL, MicroBatch
 from moefw.planner.optimizer_states import measure_states
@@ -29,12 +30,15 @@ from moefw.recording.places import OUTSIDE, Place
 from moefw.recording.recorder import GATHERED, Recorder
 from moefw.runtime.compute.coded_share import Sharing
 from moefw.runtime.compute.coded_weight import CodedWeight
+from moefw.runtime.compute.weights import FORWARD, TRAINING
 from moefw.runtime.parallel.gradients import SMALL, Family, Gradients
 from moefw.runtime.pipeline.timeline import most_in_flight
 from moefw.runtime.pipeline.transfers import Receive
 
 INT64: Final = 8
 BOOL: Final = 1
+EVALUATION: Final = "evaluation"
+"""The place of a peak in an evaluation."""
 WEIGHTS: Final = "weights"
 """The row of copies of parameters, whichever region saves them."""
 
@@ -83,7 +87,8 @@ def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
 def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
     """Ledger at a position. Its peak is that of a micro-batch or that of the update, if this is larger.
 
-    A graph of a step keeps the memory of its micro-batches, also while the optimizer updates: then it is their sum.
+    A graph of a step keeps the memory of its micro-batches, also while the optimizer updates, and while an evaluation
+    runs: then it is the sum of both.
 
     A micro-batch behind the first one begins with gradients, and needs more than the first. In a pipeline, a pass
     before there are gradients may have more micro-batches in flight than any pass later, so there both are measured.
@@ -103,6 +108,9 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
         if assembly.spec.train.graphs == "step":
             peaks.append(evolve(peaks[0], passing=peaks[0].passing + ledger.held.step_passing))
         ledger = evolve(ledger, regions=regions, work=tuple(batch.work()), pools=pools)
+    if assembly.spec.train.graphs == "step":
+        beside_graph = peaks[0].passing + _evaluation(assembly, position, ledger.held.batch // (2 * count))
+        peaks.append(evolve(peaks[0], place=EVALUATION, passing=beside_graph))
     has_schedule = assembly.layout.sizes.get("pp", 1) > 1 or assembly.parts.pipeline.merges
     if has_schedule and count > 1:
         with _recorded(assembly, count, position, gradients=False) as (batch, _, _):
@@ -110,6 +118,15 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
             batch.backward()
             peaks.append(Usage(batch, gradients=False).peak(all_gradients))
     return evolve(ledger, peak=max(peaks, key=lambda peak: peak.total))
+
+
+def _evaluation(assembly: Assembly, position: int, batch_bytes: int) -> int:
+    """Most bytes that an evaluation allocates at a time: its batches, of ``batch_bytes`` each, and what one needs."""
+    train = assembly.spec.train
+    windows = max(1, train.eval_tokens // train.seq_len)
+    count = -(-windows // (train.micro_batch * assembly.layout.sizes.get("dp", 1)))
+    with _recorded(assembly, 1, position, gradients=False, passes=FORWARD) as (batch, _, _):
+        return count * batch_bytes + batch.evaluate(count)
 
 
 def _held(assembly: Assembly, count: int, position: int) -> Ledger:
@@ -120,7 +137,7 @@ def _held(assembly: Assembly, count: int, position: int) -> Ledger:
 
 @contextmanager
 def _recorded(
-    assembly: Assembly, count: int, position: int, *, gradients: bool
+    assembly: Assembly, count: int, position: int, *, gradients: bool, passes: Sequence[Pass] = TRAINING
 ) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
     """Open the first rank of a position on pp: a recorded micro-batch that has not run, the layout, what parts share.
 
@@ -137,7 +154,7 @@ def _recorded(
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
         batch = MicroBatch(assembly, layout, shared, recorder, count=count, gradients=gradients)
-        stack.enter_context(batch.weights_shared())
+        stack.enter_context(batch.weights_shared(passes))
         yield batch, layout, shared
 
 

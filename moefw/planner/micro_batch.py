@@ -21,7 +21,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
-from moefw.core.records import Action, Stage
+from moefw.core.records import Action, Pass, Stage
 from moefw.core.stages import Batch
 from moefw.planner.gathering import Gathering, Reduced, Unit
 from moefw.planner.layers import InPhases, RunLayer, run_layers
@@ -31,7 +31,7 @@ from moefw.planner.report import Work
 from moefw.planner.stages_without_peers import OwnStages, Unconnected
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, PARAMETERS, Life, Recorder
-from moefw.runtime.compute.weights import shared_by_micro_batches
+from moefw.runtime.compute.weights import TRAINING, shared_by_micro_batches
 from moefw.runtime.parallel.gradients import Gradients, add_up_in
 from moefw.runtime.phases import Phase, straight
 from moefw.runtime.pipeline.player import Player
@@ -129,11 +129,11 @@ class MicroBatch:
         return next((unit.shards for unit in self.units if any(own is parameter for own in unit.parameters)), 1)
 
     @contextmanager
-    def weights_shared(self) -> Iterator[None]:
-        """Enter the block in which micro-batches share the operands of weights that are not gathered."""
+    def weights_shared(self, passes: Sequence[Pass] = TRAINING) -> Iterator[None]:
+        """Enter the block in which micro-batches share the operands for ``passes`` of weights that are not gathered."""
         gathered = {parameter for unit in self.units for parameter in unit.parameters}
         not_gathered = [parameter for parameter in self.model.parameters() if parameter not in gathered]
-        with shared_by_micro_batches(not_gathered) as step:
+        with shared_by_micro_batches(not_gathered, passes) as step:
             if self.sharding is not None:
                 self.sharding.step = step  # units add their parameters when they are first gathered
             yield
@@ -182,6 +182,22 @@ class MicroBatch:
         for life in recorder.alive(self.end):
             if life.began > self.begin and life.kind is None:
                 life.kind = POOL
+
+    def evaluate(self, count: int) -> int:
+        """Most bytes that an evaluation of ``count`` batches allocates at a time, without the batches.
+
+        All layers run, and save nothing. The second batch, which is like all later ones, begins with the operands of
+        all weights.
+        """
+        recorder = self.recorder
+        batch = replace(self._batch(), dropless=True)
+        self.model.eval()
+        held = sum(life.nbytes for life in recorder.alive(recorder.now))
+        recorder.start()
+        with torch.no_grad():
+            for _ in range(min(count, 2)):
+                self.model(batch)
+        return recorder.peak_bytes - held
 
     def work(self) -> Iterator[Work]:
         """Yield the operators that ran, by layer, region and pass."""

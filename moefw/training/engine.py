@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -140,7 +141,7 @@ class Engine:
         """
         scaled = self._scaled(batches)
         made = self._attempt(scaled, clock, self.run)
-        with clock("results"):  # the host waits here for a device that runs behind
+        with _waiting(made.tally, clock):
             finite = made.finite
         if finite:
             self._update(made, lr, clock)
@@ -167,7 +168,7 @@ class Engine:
         """Run the step up to its update, and run it again without budgets if one overflowed."""
         tally = self._accumulate(batches, clock, run)
         first = tally
-        if tally.overflowed():
+        if tally.reports_overflow and _overflowed(tally, clock):
             tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock, run)
         with clock("gradients"):
             self.gradients.add_up()
@@ -215,6 +216,21 @@ class Engine:
         return [replace(batch, loss_scale=scale, trained_share=share) for batch in batches]
 
 
+@contextmanager
+def _waiting(tally: Tally, clock: Clock) -> Iterator[None]:
+    """Section in which the host waits for sums, of a device that runs behind."""
+    with clock("results"):
+        if tally.replay:
+            # A replay returns at once: one that never ends would else be told as its sums.
+            stamp(f"results of the {tally.replay}")
+        yield
+
+
+def _overflowed(tally: Tally, clock: Clock) -> bool:
+    with _waiting(tally, clock):
+        return tally.overflowed()
+
+
 def _counts(batch: Batch) -> Tensor:
     """Numbers of tokens with a loss and of valid tokens, ``(2)`` fp64 on the device."""
     if batch.mask_BS is None and batch.loss_mask_BS is None:
@@ -256,8 +272,8 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
     with shared_by_micro_batches(model.parameters(), FORWARD):
         for number, batch in enumerate(batches, 1):
             stamp(f"evaluation batch {number} of {len(batches)}")
-            output = model(replace(batch, dropless=True))
-            tally.add(replace(output, layers={}, losses={}), number)
+            # No name: what a layer returns would stay until the next batch is done.
+            tally.add(replace(model(replace(batch, dropless=True)), layers={}, losses={}), number)
     tally.reduce(layout)
     model.train(was_training)
     loss_sum, tokens = tally.on_host().loss.tolist()

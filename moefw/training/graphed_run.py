@@ -81,8 +81,11 @@ class GraphedRun:
                 if captured is None:
                     return self._run(batches, _untimed)
                 self._captured[shape] = captured
-            stamp(f"replay of a graph of {len(batches)} micro-batches")
-            return self._replay(self._captured[shape], batches)
+            replay = f"replay of a graph of {len(batches)} micro-batches"
+            stamp(replay)
+            tally = self._replay(self._captured[shape], batches)
+            tally.replay = replay
+            return tally
 
     def _is_due(self, shape: Hashable, batches: Sequence[Batch]) -> bool:
         """Whether a step of this shape is replayed."""

@@ -74,6 +74,8 @@ class Tally:
         self.layers: dict[int, LayerTally] = {}
         self.valid_tokens = 0
         """Those of the global batch, with a loss or not, once the sums are on the host."""
+        self.replay = ""
+        """The replay that makes these sums, which a stamp of the wait for them names; empty: passes with own stamps."""
 
     def copied(self) -> Tally:
         """These sums in memory of their own."""
@@ -132,10 +134,14 @@ class Tally:
                 getattr(told.layers.setdefault(number, LayerTally()), kind)[name] = value
         return told
 
+    @property
+    def reports_overflow(self) -> bool:
+        """Whether something reports rows that exceed a budget."""
+        return any(name in OVERFLOWS for _, _, name in self._told)
+
     def overflowed(self) -> bool:
-        """Whether rows exceeded a budget. Waits for the host's copy only if something reports it."""
-        reported = any(name in OVERFLOWS for _, _, name in self._told)
-        return reported and any(map(self.on_host().counts().get, OVERFLOWS))
+        """Whether rows exceeded a budget. Waits for the host's copy."""
+        return any(map(self.on_host().counts().get, OVERFLOWS))
 
     def counts(self) -> dict[str, float]:
         """Scalar statistics by name, summed over layers."""

@@ -201,8 +201,9 @@ def test_every_installed_dispatcher_is_certified_here() -> None:
     assert ours == certified == set(DISPATCHERS)
 
 
-def test_a_static_budget_passes_what_concerns_it() -> None:
-    options = {"backend": "torch", "rank_capacity": 0.6, "on_overflow": "drop"}
+@pytest.mark.parametrize("more", [{"on_overflow": "drop"}, {"on_overflow": "rerun", "max_tokens": 6}], ids=str)
+def test_a_static_budget_passes_what_concerns_it(more: dict[str, object]) -> None:
+    options = {"backend": "torch", "rank_capacity": 0.6, **more}
     held = type("TestStatic", (DispatcherSuite,), {"plugin": HybridEP, "options": options})()
     held.profile = Profile(worlds=(1, 4), examples=4)
     held.test_a_static_budget_holds_whatever_the_routing()

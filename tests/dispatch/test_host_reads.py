@@ -22,6 +22,7 @@ BUDGET = {"rank_capacity": 8.0, "on_overflow": "rerun"}
 CHOICES: dict[str, dict[str, Any]] = {
     **DISPATCHERS,
     "hybridep with a budget": {**DISPATCHERS["hybridep"], **BUDGET},
+    "hybridep, max_tokens": {**DISPATCHERS["hybridep"], **BUDGET, "max_tokens": 7},
     "alltoall with a budget": {**DISPATCHERS["alltoall"], **BUDGET},
     "alltoall, max_tokens": {**DISPATCHERS["alltoall"], **BUDGET, "max_tokens": 7},
 }
@@ -48,11 +49,14 @@ ALONE = {
     "deepep":                 (0,     1,    0,       1,       0,       0),
     "hybridep":               (0,     1,    0,       1,       0,       0),
     "hybridep with a budget": (0,     1,    0,       0,       0),
+    "hybridep, max_tokens":   (0,     1,    0,       0,       0),
     "alltoall with a budget": (0,     1,    0,       0,       0),
     "alltoall, max_tokens":   (0,     1,    0,       0,       0),
 }  # fmt: skip
 """Reads of a rank that is alone: what a part or a shape asks for. A budget is refused with a capacity that pads."""
-TOGETHER = {**{name: (1,) * len(reads) for name, reads in ALONE.items()}, "alltoall, max_tokens": (0, 1, 0, 0, 0)}
+TOGETHER = {
+    name: (0, 1, 0, 0, 0) if name.endswith("max_tokens") else (1,) * len(reads) for name, reads in ALONE.items()
+}
 """Reads of one of several ranks: the sizes of what they send each other, and with them all that is asked for."""
 
 

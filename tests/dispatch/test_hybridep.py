@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from moefw.core.errors import MoefwError
 from moefw.plugins.dispatchers.hybridep.limits import uneven_nodes
 from moefw.testing.given_routing import RowBudget, over_budget
-from moefw.testing.layer_case import LayerCase, assert_matches, received, solve, truth
+from moefw.testing.host_waits import HostWaits, available
+from moefw.testing.layer_case import LayerCase, assert_matches, build_layer, received, solve, this_rank, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
+from operators_seen import Operators
 
 CAPACITY = 0.6
 
@@ -61,6 +67,89 @@ def test_every_rank_gets_exactly_the_budget_and_says_how_many_rows_it_left_out(p
         assert all(end % alignment == 0 for end in batch.offsets_e.tolist())
 
 
+ENOUGH = 16.0
+
+
+def static(world: str, rank_capacity: float, *, max_tokens: int = 7, gemm: str = "grouped", **more: Any) -> LayerCase:
+    """Case with a budget whose sizes follow from ``max_tokens``."""
+    tokens, parallel = WORLDS[world]
+    dispatch = {"use": "hybridep", "backend": "torch", "max_tokens": max_tokens, "on_overflow": "rerun"}
+    dispatch["rank_capacity"] = rank_capacity
+    parts = {"dispatch": dispatch, "gemm": {"use": gemm}, "parallel": parallel, "routing": SIGMOID}
+    case = LayerCase(**{"tokens": tokens, "parts": parts, "skew": "one", **more})
+    return replace(case, tokens=tuple(min(each, max_tokens) for each in case.tokens))
+
+
+@pytest.mark.parametrize("gemm", ["loop", "grouped"])
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("world", WORLDS)
+def test_static_hops_with_room_for_all_rows_change_nothing(
+    pool: RankPool, world: str, alignment: int, gemm: str
+) -> None:
+    case = static(world, ENOUGH, row_alignment=alignment, masked=True, gemm=gemm)
+    assert_matches(pool.run(solve, case.world, case), truth(case, Rule(top_k=case.top_k)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("capacity", [0.6, 1.0, 1.4])
+@pytest.mark.parametrize("skew", ["even", "one"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_static_hops_say_how_many_rows_found_no_room_in_a_hop_or_at_the_rank(
+    pool: RankPool, world: str, skew: str, capacity: float
+) -> None:
+    case = static(world, capacity, skew=skew, seed=3)
+    batches = pool.run(received, case.world, case)
+    choices = truth(case, Rule(top_k=case.top_k)).expert_ids_TK.numel()
+    due = choices * case.parts["parallel"].get("experts", {}).get("etp", 1)
+    arrived = sum(int(batch.counts_e.sum()) for batch in batches)
+    assert arrived + sum(batch.stats["overflow"].item() for batch in batches) == due
+    assert arrived < due or capacity >= 1, "the case is to overflow"
+
+
+def operators(layer_case: LayerCase) -> tuple[list[str], float]:
+    """Return the operators of a layer, forward and backward, and the rows that found no room."""
+    layer, shared = build_layer(layer_case)
+    with HostWaits() as waits:
+        waits.move(layer)
+        x_TD, probe_TD = waits.on_device(layer_case.draw(this_rank()))
+        x_TD.requires_grad_()
+        with Operators() as noted:
+            out_TD, stats = layer(x_TD, waits.on_device(layer_case.batch(this_rank())))
+            (out_TD * probe_TD).sum(dtype=torch.float32).backward()
+        assert [*waits.reads, *waits.uploads] == []
+        overflow = waits.on_host(dict(stats.stats))["overflow"].item()
+    shared.close()
+    return noted.seen, overflow
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Ranks of their own: the device stays registered in a process."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.skipif(not available(), reason="this torch has no devices that are written in Python")
+@pytest.mark.parametrize(
+    ("world", "capacity"), [("two nodes of one", 1.3), ("two nodes of two", 1.7), ("experts in halves", 1.3)]
+)
+def test_a_whole_layer_of_static_hops_runs_the_same_operators_whatever_the_routing(
+    ranks: RankPool, world: str, capacity: float
+) -> None:
+    more: dict[str, Any] = {"tokens": (16,) * len(WORLDS[world][0]), "dim": 16, "num_experts": 8, "row_alignment": 4}
+    runs, overflows = [], []
+    for skew, seed in (("even", 0), ("starved", 1), ("one", 2), ("one", 3)):
+        case = static(world, capacity, max_tokens=16, skew=skew, seed=seed, **more)
+        case = replace(case, parts={**case.parts, "precision": {"use": "bf16"}})
+        seen, overflow = zip(*ranks.run(operators, case.world, case), strict=True)
+        runs.append(seen)
+        overflows.append(sum(overflow))
+    assert any(overflows), "rows find no room"
+    assert not all(overflows)
+    assert all(len(seen) > 50 for seen in runs[0])
+    assert all(run == runs[0] for run in runs)
+
+
 @pytest.mark.parametrize("nodes", [[0], [0, 0, 1, 1], [3, 4], [0, 0, 0]])
 def test_groups_that_fill_nodes_evenly_are_taken(nodes: list[int]) -> None:
     assert uneven_nodes(nodes) is None
@@ -92,6 +181,8 @@ def test_a_layout_whose_groups_do_not_fill_nodes_is_refused_before_anything_star
         ({"on_overflow": "drop"}, "no budget"),
         ({"rank_capacity": 0.0, "on_overflow": "drop"}, "rank_capacity"),
         ({"rank_capacity": 1.0, "on_overflow": "ignore"}, "rerun"),
+        ({"max_tokens": 8}, "Set rank_capacity and on_overflow: rerun"),
+        ({"max_tokens": 8, "rank_capacity": 1.0, "on_overflow": "drop"}, "only a second run without it is right"),
     ],
 )
 def test_a_budget_and_what_happens_beyond_it_belong_together(options: dict[str, object], words: str) -> None:

@@ -31,6 +31,7 @@ SIZES = {"vocab_size": 64, "num_layers": 2, "num_dense_layers": 1, "shared_exper
 MICRO_BATCHES = 2
 REPLAYS = 10
 STATIC = {"use": "alltoall", "rank_capacity": 1.5, "on_overflow": "rerun", "max_tokens": 64}
+HOPS = {**STATIC, "use": "hybridep", "backend": "torch", "rank_capacity": 2.0}
 STASH = {"use": "paged-stash", "regions": ["experts"], "factor": 1.5, "page_rows": 4}
 """A pool that is nearly full, of which ranks that share experts take another number of pages at every step.
 
@@ -78,6 +79,13 @@ DISPATCH: Mapping[str, Parts] = {
 AMONG_RANKS: Mapping[str, Parts] = {
     "data": {},
     "experts": {"parallel": {"experts": {"ep": 2}}},
+    "experts, on two nodes": {"dispatch": HOPS, "parallel": {"experts": {"ep": 2}, "ranks_per_node": 1}},
+    "experts, on a node, stashed": {
+        "dispatch": HOPS,
+        "parallel": {"experts": {"ep": 2}},
+        "memory": [STASH],
+        "model": SHARING_PAGES,
+    },
     "experts, stashed": {"parallel": {"experts": {"ep": 2}}, "memory": [STASH], "model": SHARING_PAGES},
     "matrices": {"parallel": {"dense": {"tp": 2}, "experts": {"etp": 2}}},
     "sequences, exchanged": {
@@ -155,7 +163,7 @@ def collectives(operators: Sequence[str]) -> list[str]:
     return [operator for operator in operators if operator.startswith("c10d")]
 
 
-@pytest.mark.parametrize("way", quick(AMONG_RANKS, "sequences, around a ring"))
+@pytest.mark.parametrize("way", quick(AMONG_RANKS, "experts, on two nodes", "sequences, around a ring"))
 def test_ranks_replay_the_same_collectives(ranks: RankPool, way: str) -> None:
     case = case_of(2, {"dispatch": {**STATIC, "rank_capacity": 2.0}}, AMONG_RANKS[way])
     first, second = ranks.run(compared, 2, case, REPLAYS)
@@ -203,6 +211,8 @@ REFUSED: Mapping[str, tuple[int, Parts]] = {
     "deepep": (2, {"dispatch": {"use": "deepep", "backend": "torch"}}),
     "hybridep": (2, {"dispatch": {"use": "hybridep", "backend": "torch"}}),
     "a budget without max_tokens": (2, {"dispatch": {**STATIC, "max_tokens": None}}),
+    "hops without max_tokens": (2, {"dispatch": {**HOPS, "max_tokens": None}}),
+    "pages in host memory": (1, {"memory": [{**STASH, "spill": "host"}], "dispatch": STATIC}),
     "padded rows": (2, {"routing": {"use": "topk", "capacity": {"factor": 1.0, "pad": True}}}),
 }
 

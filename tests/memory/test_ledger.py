@@ -8,23 +8,45 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from attrs import evolve, frozen
 from click.testing import CliRunner
 
 import copies
 from command_here import moefw_says
-from ledger_cases import CODES_GATHERED, LOOPING, PEAK, QUICK, SAVED, SHARED_OUT, SPECS, assembly_of, check
+from ledger_cases import (
+    CODES_GATHERED,
+    LOOPING,
+    MODEL,
+    ONCE_A_RANK,
+    PEAK,
+    QUICK,
+    SAVED,
+    SHARED_OUT,
+    SPECS,
+    assembly_of,
+    check,
+    recompute,
+)
 from memory_cases import qwen3_235b
 from moefw import hookimpl
 from moefw.commands.plan import plan
+from moefw.compose.assembly import Assembly
+from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.errors import PlanError
 from moefw.core.plugin import DispatcherPlugin
+from moefw.core.stages import Batch
 from moefw.planner import Ledger, ledger
+from moefw.recording.even_routing import EvenChoice
+from moefw.recording.fake_tensors import fake_tensor_world
+from moefw.recording.recorder import Recorder
+from moefw.training.engine import evaluate
 from moefw.training.measured import measure
 from pairwise import deep, quick
 
@@ -57,16 +79,74 @@ def test_weights_gathered_as_codes_take_fewer_bytes() -> None:
     assert found.peak_bytes == pytest.approx(measured.peak + unseen, rel=PEAK)
 
 
+def with_graphs(assembly: Assembly, **train: Any) -> Assembly:
+    """Return an assembly whose steps are graphs, which only a machine with a GPU is given."""
+    train_spec = evolve(assembly.spec.train, graphs="step", **train)
+    return evolve(assembly, spec=evolve(assembly.spec, train=train_spec))
+
+
 def test_a_graph_of_a_step_keeps_its_memory_while_the_optimizer_updates() -> None:
-    eager_run = assembly_of({"dispatch": {"use": "alltoall"}, "precision": {"use": "bf16"}}, 1)
-    train = evolve(eager_run.spec.train, graphs="step")
+    """Its update casts gradients to fp32, which takes more than an evaluation of few tokens without operands."""
+    train = {"micro_batch": 1, "seq_len": 512, "eval_tokens": 512, "main_gradients": "bfloat16"}
+    eager_run = assembly_of({"dispatch": {"use": "alltoall"}, "precision": {"use": "fp32"}, "train": train}, 1)
     eager = ledger(eager_run, micro_batches=2)
-    graphed = ledger(evolve(eager_run, spec=evolve(eager_run.spec, train=train)), micro_batches=2)
+    graphed = ledger(with_graphs(eager_run), micro_batches=2)
     assert eager.peak is not None
     assert eager.peak.place != "optimizer"
+    assert eager.held.step_passing > 0
     copies_of_batches = graphed.held.batch - eager.held.batch
     assert copies_of_batches == eager.held.batch
     assert graphed.peak_bytes == eager.peak_bytes + copies_of_batches + eager.held.step_passing
+
+
+STATIC = {"use": "alltoall", "rank_capacity": 2.0, "on_overflow": "rerun", "max_tokens": 512}
+EVALUATED: dict[str, tuple[dict[str, Any], int]] = {
+    "one rank": ({**ONCE_A_RANK, "dispatch": {"use": "alltoall"}, "parallel": {}}, 1),
+    "static rows": ({**ONCE_A_RANK, "dispatch": STATIC}, 4),
+    "tokens ahead, recomputed": (
+        {
+            **ONCE_A_RANK,
+            "model": {**MODEL, "num_layers": 4, "mtp_layers": 1},
+            "dispatch": {**STATIC, "use": "hybridep", "backend": "torch"},
+            "memory": [recompute("layer")],
+        },
+        4,
+    ),
+}
+
+
+def allocated_by_evaluation(assembly: Assembly, num_batches: int) -> int:
+    """Return the most bytes that an evaluation of a run allocates at a time, its batches included."""
+    shared, recorder = Shared(), Recorder()
+    with ExitStack() as stack:
+        stack.enter_context(fake_tensor_world(0, assembly.layout.world))
+        stack.enter_context(EvenChoice())
+        stack.enter_context(recorder)
+        stack.callback(shared.close)
+        layout = open_layout(assembly, "cpu")
+        model = build_model(assembly, layout, torch.device("cpu"), shared, watch=recorder.places)
+        held = sum(life.nbytes for life in recorder.alive(recorder.now))
+        recorder.start()
+        train = assembly.spec.train
+        ids = [torch.zeros(train.micro_batch, train.seq_len, dtype=torch.int64) for _ in range(num_batches)]
+        batches = [Batch(ids_BS=each, labels_BS=each.clone(), seeds_B=torch.arange(len(each))) for each in ids]
+        evaluate(model, batches, layout)
+        return recorder.peak_bytes - held
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_a_graph_of_a_step_keeps_its_memory_while_an_evaluation_runs(name: str) -> None:
+    run = assembly_of(*EVALUATED[name])
+    train = run.spec.train
+    num_batches = 3
+    eval_tokens = (num_batches - 1) * train.micro_batch * train.seq_len * run.layout.sizes["dp"] + 1
+    found = ledger(with_graphs(run, eval_tokens=eval_tokens + train.seq_len), micro_batches=2)
+    eager = ledger(run, micro_batches=2)
+    assert found.peak is not None
+    assert eager.peak is not None
+    assert found.peak.place == "evaluation"
+    beside_graph = found.peak.passing - eager.peak.passing
+    assert beside_graph == pytest.approx(allocated_by_evaluation(run, num_batches), rel=PEAK)
 
 
 def test_regions_tell_what_policies_spare() -> None:

@@ -15,6 +15,7 @@ from moefw.core.site import Machine
 
 GPU = Machine(device="cuda", num_devices=8, capability="9.0")
 STATIC = {"use": "alltoall", "rank_capacity": 1.5, "on_overflow": "rerun", "max_tokens": 2048}
+HOPS = {**STATIC, "use": "hybridep", "backend": "torch"}
 EP2 = {"experts": {"ep": 2}}
 
 
@@ -36,6 +37,7 @@ def complaints(spec: Mapping[str, Any], machine: Machine = GPU, world: int | Non
         {"dispatch": {"use": "hybridep", "backend": "torch"}},
         {"parallel": {"dense": {"dp": 2}}},
         {"parallel": EP2, "dispatch": STATIC},
+        {"parallel": EP2, "dispatch": HOPS},
         {"parallel": {"dense": {"tp": 2}, "experts": {"etp": 2}}, "dispatch": STATIC},
         {"memory": [{"use": "recompute", "regions": ["layer"]}]},
         {"memory": [{"use": "optimizer-bf16"}, {"use": "optimizer-offload"}]},
@@ -68,6 +70,10 @@ PARTS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     ),
     "ragged rows": ({"parallel": EP2}, "alltoall offers alone"),
     "no most tokens": ({"parallel": EP2, "dispatch": {**STATIC, "max_tokens": None}}, "alltoall offers alone"),
+    "hops without most tokens": (
+        {"parallel": EP2, "dispatch": {**HOPS, "max_tokens": None}},
+        "hybridep offers alone",
+    ),
     "gathered": ({"parallel": EP2, "dispatch": {"use": "allgather"}}, "allgather offers alone"),
     "split experts": ({"parallel": {"dense": {"tp": 2}, "experts": {"etp": 2}}}, "alltoall offers alone"),
 }

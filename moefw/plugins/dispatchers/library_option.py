@@ -65,18 +65,20 @@ class CallsLibrary(SendsRows):
 
     def _backend_problems(self, site: Site) -> Sequence[moefw.Problem]:
         if self.backend == "torch":
-            if self.max_tokens is None:
-                return []
-            return [
-                moefw.Problem(
-                    "max_tokens sizes the library's buffer; backend: torch has none.",
-                    "Leave max_tokens out, or use backend: library.",
-                    "max_tokens",
-                )
-            ]
+            return [] if self.max_tokens is None else self._max_tokens_of_torch()
         if self.wire != "high" and not self.packs:
             return [moefw.Problem("rows go through the library in bf16.", "Use wire: high, or backend: torch.", "wire")]
         return self.limits(site)
+
+    def _max_tokens_of_torch(self) -> Sequence[moefw.Problem]:
+        """Problems of ``max_tokens`` with ``backend: torch``."""
+        return [
+            moefw.Problem(
+                "max_tokens sizes the library's buffer; backend: torch has none.",
+                "Leave max_tokens out, or use backend: library.",
+                "max_tokens",
+            )
+        ]
 
     @abstractmethod
     def limits(self, site: Site) -> Sequence[moefw.Problem]:

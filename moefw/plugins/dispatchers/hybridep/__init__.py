@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import gt, optional
 
 import moefw
 from moefw.core.contracts import LayoutPlan
@@ -31,12 +32,21 @@ class HybridEP(CallsLibrary, SetsBudget):
     package: ClassVar[str] = PACKAGE
     install: ClassVar[str] = INSTALL
 
+    max_tokens: int | None = field(default=None, validator=optional(gt(0)))
+    """Most tokens that a rank ever sends at once, which size the library's buffer; null: ranks agree on it.
+
+    With ``backend: torch`` it needs ``rank_capacity`` and ``on_overflow: rerun``.
+    """
+
     def offers(self, site: Site) -> moefw.Offers:
-        """Also that the library keeps the counts of a budget on the device."""
+        """Also that the library keeps the counts of a budget on the device.
+
+        With ``max_tokens``, ``backend: torch`` has the same rows at every step among ranks that share experts.
+        """
         offers = super().offers(site)
-        if self.backend == "library" and self.rank_capacity:
-            return {**offers, "counts": ("device",)}
-        return offers
+        if self.backend == "library":
+            return {**offers, "counts": ("device",)} if self.rank_capacity else offers
+        return offers if self.max_tokens is None else {**offers, "replays": moefw.ANY}
 
     def check(self, site: Site) -> Iterable[moefw.Problem | Iterator[moefw.Problem]]:
         """Also the problem of uneven nodes."""
@@ -52,6 +62,19 @@ class HybridEP(CallsLibrary, SetsBudget):
             if problem is not None:
                 return [problem]
         return []
+
+    def _max_tokens_of_torch(self) -> Sequence[moefw.Problem]:
+        """Problem of ``max_tokens`` without a budget that a second run lifts."""
+        if self.on_overflow == "rerun":
+            return []
+        return [
+            moefw.Problem(
+                "with backend: torch, max_tokens sizes each hop for a budget. Rows beyond a hop are others than those "
+                "beyond the budget of a rank, so only a second run without it is right.",
+                "Set rank_capacity and on_overflow: rerun, or leave max_tokens out.",
+                "max_tokens",
+            )
+        ]
 
     def limits(self, site: Site) -> Sequence[moefw.Problem]:
         """Problems of the layer and, if the spec gives it, of its ranks per node. Empty for uneven nodes."""
@@ -69,6 +92,10 @@ class HybridEP(CallsLibrary, SetsBudget):
         )
         return limits(shape, max_tokens=self.max_tokens)
 
+    def alone(self, context: moefw.BuildContext, **more: Any) -> moefw.Dispatcher[Any, Any]:
+        """Dispatcher of a process that holds all experts, with its budget for ``max_tokens``."""
+        return super().alone(context, max_tokens=self.max_tokens, **more)
+
     def among(self, experts: ExpertGroup, context: moefw.BuildContext) -> moefw.Dispatcher[Any, Any]:
         """Dispatcher of this process. Raises PlanError where nodes hold unequal numbers of its ranks."""
         from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
@@ -80,7 +107,13 @@ class HybridEP(CallsLibrary, SetsBudget):
             from moefw.plugins.dispatchers.hybridep.library import build
 
             return build(experts, context, budget=self.budget, max_tokens=self.max_tokens)
-        return TorchHybridEP(experts, budget=self.budget, **self.settled(context))
+        return TorchHybridEP(
+            experts,
+            counts_on_host=context.facts["counts"] == "host",
+            budget=self.budget,
+            max_tokens=self.max_tokens,
+            **self.settled(context),
+        )
 
 
 @moefw.hookimpl

@@ -15,9 +15,10 @@ from torch import Tensor
 from moefw.core.context import ExpertGroup
 from moefw.core.contracts import Codec, Dispatcher
 from moefw.core.stages import ExpertBatch, Pending, Routing
-from moefw.plugins.dispatchers.budget import Budget, reported
+from moefw.plugins.dispatchers.budget import Budget, check_tokens, reported
 from moefw.plugins.dispatchers.hybridep.hops import Agreed, Hops, plan_hops
 from moefw.plugins.dispatchers.hybridep.limits import ranks_per_node
+from moefw.plugins.dispatchers.hybridep.static import Rooms, choices_of_rank, static_hops
 from moefw.runtime.communication.exchange import exchange
 from moefw.runtime.communication.movement import finish
 from moefw_kernels.permute import Arrival, arrange
@@ -41,12 +42,16 @@ class TorchHybridEP(Dispatcher[_Metadata, _Metadata]):
         experts: ExpertGroup,
         *,
         row_alignment: int,
+        counts_on_host: bool = True,
         budget: Budget | None = None,
+        max_tokens: int | None = None,
         codec: Codec | None = None,
     ) -> None:
         self.experts = experts
         self.row_alignment = row_alignment
+        self.counts_on_host = counts_on_host
         self.budget = budget
+        self.max_tokens = max_tokens
         self.codec = codec
         self.node_size = ranks_per_node(experts.nodes)
 
@@ -55,25 +60,46 @@ class TorchHybridEP(Dispatcher[_Metadata, _Metadata]):
     ) -> _Metadata:
         """Find the nodes and ranks that each token must reach. ``counts`` is unused.
 
-        The host waits once.
+        The host waits once; of static sizes, only for counts that a part needs.
         """
         experts = self.experts
         ids_TK = routing.expert_ids_TK
         budget = None if dropless else self.budget
+        if budget is not None and self.max_tokens is not None:
+            return self._static(budget, self.max_tokens, ids_TK)
         own = Agreed(capacity=routing.capacity or 0, most_tokens=len(ids_TK))
         # (T, K) -> the ids of the rows that arrive (N, K)
-        hops = plan_hops(experts, self.node_size, ids_TK, own)
-        most_choices = hops.agreed.most_tokens * ids_TK.shape[1] * experts.etp
+        hops, expected, agreed = plan_hops(experts, self.node_size, ids_TK, own)
+        most_choices = agreed.most_tokens * ids_TK.shape[1] * experts.etp
         arrival = arrange(
             hops.arrived_NK - experts.first_expert,
             experts.local_experts,
             alignment=self.row_alignment,
-            capacity=hops.agreed.capacity,
+            capacity=agreed.capacity,
             budget=None if budget is None else budget.rows(most_choices, self.row_alignment),
             source_N=hops.sources_N,
-            counts=hops.counts,
+            counts=expected,
         )
         return _Metadata(hops, arrival, reported(budget, arrival.left_out))
+
+    def _static(self, budget: Budget, max_tokens: int, ids_TK: Tensor) -> _Metadata:
+        """Metadata whose sizes follow from ``max_tokens``, and from no value."""
+        experts = self.experts
+        num_tokens, k = ids_TK.shape
+        check_tokens(num_tokens, max_tokens)
+        rooms = Rooms.of(budget, experts, self.node_size, max_tokens=max_tokens, k=k)
+        hops = static_hops(experts, self.node_size, ids_TK, rooms)
+        arrival = arrange(
+            hops.arrived_NK - experts.first_expert,
+            experts.local_experts,
+            alignment=self.row_alignment,
+            budget=budget.rows(max_tokens * k * experts.etp, self.row_alignment),
+            source_N=hops.sources_N,
+            counts_on_host=self.counts_on_host,
+        )
+        # Rows that found no room in a hop did not arrive.
+        left_out = choices_of_rank(experts, ids_TK) - arrival.counts_e.sum()
+        return _Metadata(hops, arrival, reported(budget, left_out))
 
     def start_dispatch(self, x_TD: Tensor, weights_TK: Tensor, plan: _Metadata) -> Pending[_Metadata]:
         """Send one row per (token, node), and the weights of all its choices."""
