@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moefw import __version__
+from moefw.training.job import job_names
 from moefw.training.session import Session
 from moefw.training.what_trains import Parameters
 from moefw_kernels.devices import is_gpu
@@ -34,6 +35,7 @@ def facts(session: Session, parameters: Parameters) -> dict[str, Any]:
             "name": device_name(session.device),
             "cores": len(os.sched_getaffinity(0)),
         },
+        "jobs": job_names(),
         "ranks": plan.world,
         "layout": {axis: size for axis, size in plan.sizes.items() if size > 1},
         "parameters": parameters.total,
