@@ -31,6 +31,7 @@ from moefw.training.faults.stamps import met
 from moefw.training.folder import cache_dir
 from moefw.training.rendezvous import meet
 from moefw.training.resolved_spec import agree_on_spec
+from moefw.training.versions import library_versions
 from moefw.training.world import Place, threads_of_a_rank
 from moefw_kernels.devices import is_gpu
 
@@ -130,7 +131,7 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     ended_well = False
     try:
         stamp("agreeing on the spec")
-        agree_on_spec(assembly)
+        agree_on_spec(assembly, library_versions(device))
         parts = assembly.parts
         calling = assembly.registry.calling
         with calling(parts.parallel, "build()"):
