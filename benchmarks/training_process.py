@@ -205,6 +205,11 @@ def history(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {record["step"]: {key: record[key] for key in record if key not in TIMED} for record in records}
 
 
+def step_losses(run_dir: Path) -> dict[int, float]:
+    """A run's loss of each step. Raises AssertionError if steps repeat or do not ascend."""
+    return {step: record["loss"] for step, record in history(run_dir).items()}
+
+
 def newest(run_dir: Path) -> int:
     """Step of the newest committed checkpoint of a run; 0 if there is none."""
     return max((step for step, _ in checkpoint_dirs(run_dir)), default=0)

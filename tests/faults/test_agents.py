@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,8 +14,7 @@ import pytest
 import held_steps
 from copies import Copy, run
 from moefw.training.records.events import EVENTS, STARTS, read_events
-from small_spec import small_spec
-from training_process import history, last_step, newest
+from training_process import last_step, newest, step_losses
 
 STEPS = 30
 AGENT = ("torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--local-addr=127.0.0.1")
@@ -24,41 +22,23 @@ TIMES = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"
 """Seconds that agents wait for more nodes, and ten without a sign of life after which a node is lost."""
 
 
-def held_spec(folder: Path) -> Path:
-    """A spec whose run holds before a step while ``folder/hold`` has a file of its number."""
-    (folder / "hold").mkdir()
-    path = small_spec(folder, steps=STEPS, checkpoint_every=5)
-    tree = json.loads(path.read_text())
-    tree["train"]["schedule"] = {"use": "held", "folder": str(folder / "hold")}
-    path.write_text(json.dumps(tree))
-    return path
-
-
-def environment_in(folder: Path) -> dict[str, str]:
-    site = held_steps.install(folder / "site")
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(site)]),
-        "OMP_NUM_THREADS": "1",
-        "MOEFW_CACHE": str(folder / "cache"),
-    }
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    return {step: record["loss"] for step, record in history(run_dir).items()}
-
-
 class Nodes:
     """A run whose nodes are agents of one rank each, all on this machine."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir = folder / "run"
-        self._hold = folder / "hold"
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         meeting = [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-backend=c10d", f"--rdzv-conf={TIMES}", "--rdzv-id=job"]
-        self._command = [*AGENT, *meeting, "-m", "moefw", "train", held_spec(folder)]
-        self._environment = environment_in(folder) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self._command = [
+            *AGENT,
+            *meeting,
+            "-m",
+            "moefw",
+            "train",
+            held_steps.spec(folder, steps=STEPS, checkpoint_every=5),
+        ]
+        self._environment = held_steps.environment(folder) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._agents: list[Copy] = []
 
     def add(self) -> Copy:
@@ -72,13 +52,6 @@ class Nodes:
         for pid in (agent.pid, *ranks):
             os.kill(pid, signal.SIGKILL)
         self._agents.remove(agent)
-
-    def hold(self, step: int) -> None:
-        """Let the run wait after ``step`` steps."""
-        (self._hold / str(step)).touch()
-
-    def go_on(self, step: int) -> None:
-        (self._hold / str(step)).unlink()
 
     def wait_until(self, true: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + 200
@@ -113,31 +86,33 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses by step of a run on one rank that nothing happens to."""
     folder = tmp_path_factory.mktemp("unbroken")
-    done = run("moefw", "train", held_spec(folder), env=environment_in(folder))
+    done = run(
+        "moefw", "train", held_steps.spec(folder, steps=STEPS, checkpoint_every=5), env=held_steps.environment(folder)
+    )
     assert done.returncode == 0, done.stderr
-    return losses(folder / "run")
+    return step_losses(folder / "run")
 
 
 @pytest.mark.fault(
     "a node joins a run under torchrun, and is then lost", "the run goes on twice by itself; losses of an unbroken run"
 )
 def test_a_run_ends_with_the_losses_of_an_unbroken_one_after_a_node_has_joined_and_was_lost(
-    nodes: Nodes, unbroken: dict[int, float]
+    nodes: Nodes, unbroken: dict[int, float], tmp_path: Path
 ) -> None:
-    nodes.hold(7)
-    nodes.hold(18)
+    held_steps.hold(tmp_path, 7)
+    held_steps.hold(tmp_path, 18)
     first = nodes.add()
     nodes.wait_until(lambda: nodes.step() == 7)
     second = nodes.add()
     nodes.wait_until(lambda: "closing signal SIGTERM" in first._wrote("err"))
-    nodes.go_on(7)
+    held_steps.go_on(tmp_path, 7)
     nodes.wait_until(lambda: nodes.step() == 18)
     assert nodes.starts() == [(1, 0), (2, 8)]
     assert newest(nodes.run_dir) == 15
     nodes.lose(second)
-    nodes.go_on(18)
+    held_steps.go_on(tmp_path, 18)
     _, errors = first.communicate(200)
     assert first.returncode == 0, errors
     assert nodes.starts() == [(1, 0), (2, 8), (1, 15)]
-    assert losses(nodes.run_dir) == pytest.approx(unbroken, rel=1e-6)
+    assert step_losses(nodes.run_dir) == pytest.approx(unbroken, rel=1e-6)
     assert not nodes.run_dir.with_name("run.1").exists()
