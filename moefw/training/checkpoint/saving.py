@@ -21,8 +21,9 @@ from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.finite import is_finite
 from moefw.runtime.naming import by_parameter, state_tensors, states
+from moefw.runtime.parallel.boxes import boxes
 from moefw.runtime.parallel.holders import holdings, writes_state
-from moefw.runtime.parallel.local_shards import is_held_as_codes, is_shared_out, local, stored
+from moefw.runtime.parallel.local_shards import is_held_as_codes, local
 from moefw.system.stamps import stamp
 from moefw.training.checkpoint.choice import way_back
 from moefw.training.checkpoint.commit import begin, commit, prune, sync
@@ -146,9 +147,6 @@ def _first_bad(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None
 
 def _bad_piece(held: Tensor, pieces: Sequence[Canonical]) -> str:
     """Name of the non-finite piece of a parameter, or of a tensor of its shape."""
-    values = held
-    if is_shared_out(held):
-        values = torch.zeros(held.shape, dtype=held.dtype, device=local(held).device)
-        stored(held, values).copy_(local(held))
-    named = (piece.name for piece in pieces if values.dim() and not is_finite(piece.of(values)))
+    own = local(held)
+    named = (box.name for box in boxes(pieces) if held.dim() and not is_finite(box.of(own)))
     return next(named, pieces[0].name)
