@@ -96,10 +96,8 @@ def _box(piece: Canonical, first: Sequence[int], stored_shape: Sequence[int]) ->
 
     The rank stores a box of the parameter, of shape ``stored_shape``, whose first element has the index ``first``.
     """
-    ranges = [_range(piece, dim, size) for dim, size in enumerate(piece.parameter.shape)]
-    # A number in the piece's index, such as that of an expert, removes a dimension: the named tensor has only the rest.
-    dims = tuple(dim for dim in range(len(ranges)) if not _is_number(piece, dim))
-    sizes = [len(ranges[dim]) for dim in dims]
+    ranges = _ranges(piece)
+    dims = _named_dims(piece)
     slices = []
     in_piece = []
     for dim, of_piece in enumerate(ranges):
@@ -111,14 +109,33 @@ def _box(piece: Canonical, first: Sequence[int], stored_shape: Sequence[int]) ->
         in_piece.append(begin - of_piece.start)
     corner = [in_piece[dim] for dim in dims]
     if piece.shard is not None:
-        corner[piece.shard.dim] += piece.shard.index * sizes[piece.shard.dim]
-    whole = tuple(sizes) if piece.shard is None else piece.shard.whole(sizes)
-    return Box(name=piece.name, whole=whole, corner=tuple(corner), slices=tuple(slices), dims=dims)
+        corner[piece.shard.dim] += piece.shard.index * len(ranges[dims[piece.shard.dim]])
+    return Box(name=piece.name, whole=whole_shape(piece), corner=tuple(corner), slices=tuple(slices), dims=dims)
+
+
+def whole_shape(piece: Canonical) -> tuple[int, ...]:
+    """Shape of the named tensor that a piece is, or is a part of."""
+    ranges = _ranges(piece)
+    sizes = tuple(len(ranges[dim]) for dim in _named_dims(piece))
+    return sizes if piece.shard is None else piece.shard.whole(sizes)
+
+
+def _named_dims(piece: Canonical) -> tuple[int, ...]:
+    """Dimensions of a parameter that the named tensor has, too.
+
+    A number in the piece's index, such as that of an expert, removes one.
+    """
+    return tuple(dim for dim in range(piece.parameter.dim()) if not _is_number(piece, dim))
 
 
 def _is_number(piece: Canonical, dim: int) -> bool:
     """Whether a piece's index is a number along a dimension of its parameter."""
     return dim < len(piece.index) and isinstance(piece.index[dim], int)
+
+
+def _ranges(piece: Canonical) -> list[range]:
+    """Elements of a piece along each dimension of its parameter."""
+    return [_range(piece, dim, size) for dim, size in enumerate(piece.parameter.shape)]
 
 
 def _range(piece: Canonical, dim: int, size: int) -> range:
