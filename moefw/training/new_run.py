@@ -17,8 +17,8 @@ from moefw.models.huggingface.writing import Written
 from moefw.plugins.data.source import tokenizer_beside
 from moefw.system.folders import new_folder
 from moefw.training.checkpoint.commit import begin, commit
-from moefw.training.checkpoint.files import NAMES, file_of, finish, laid_out, reserve, whole
-from moefw.training.checkpoint.manifest import Manifest, SavedTensor
+from moefw.training.checkpoint.files import file_of, finish, laid_out, reserve, whole
+from moefw.training.checkpoint.manifest import NAMES, Manifest, SavedTensor
 from moefw.training.resolved_spec import write_resolved
 
 

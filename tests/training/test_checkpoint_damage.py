@@ -93,24 +93,30 @@ def test_exchanged_shards_are_named(folder: Path) -> None:
         opened(folder).verify()
 
 
+def boxes(index: dict[str, Any]) -> dict[str, Any]:
+    """Return the boxes of the parameters and their moments."""
+    return next(group["boxes"] for group in index["parts"] if "model" in group["kinds"])
+
+
 def dropped(index: dict[str, Any]) -> None:
-    index["parts"].pop(0)
+    boxes(index).pop("embed")
+    index["hashes"] = index["hashes"][3:]
 
 
-def twice(index: dict[str, Any]) -> None:
-    index["parts"][1] = {**index["parts"][0], "shape": [1, 3]}
+def cut(index: dict[str, Any]) -> None:
+    boxes(index)["embed"] = [[0, 0], [1, 3]]
 
 
 def moved(index: dict[str, Any]) -> None:
-    index["parts"][0]["corner"] = [1, 0]
-
-
-def retyped(index: dict[str, Any]) -> None:
-    index["parts"][0]["dtype"] = "I32"
+    boxes(index)["embed"] = [[1, 0], [2, 3]]
 
 
 def renamed(index: dict[str, Any]) -> None:
-    index["parts"][0]["name"] = "model/other"
+    boxes(index)["other"] = boxes(index).pop("embed")
+
+
+def unhashed(index: dict[str, Any]) -> None:
+    index["hashes"].pop()
 
 
 @pytest.mark.fault("an index is changed under a hash that is right ({id})", "refused by name")
@@ -118,10 +124,10 @@ def renamed(index: dict[str, Any]) -> None:
     ("change", "told"),
     [
         (dropped, "the parts of parameter embed are not the whole of its shape (2, 3)"),
-        (twice, "the parts of parameter embed are not the whole of its shape (2, 3)"),
+        (cut, "the parts of parameter embed are not the whole of its shape (2, 3)"),
         (moved, "a part of parameter embed lies outside of its shape (2, 3)"),
-        (retyped, "parameter embed is I32 in a file, and F32 in the manifest"),
-        (renamed, "holds parameter other, which the manifest does not name"),
+        (renamed, "it has 'model/other', which the manifest does not name"),
+        (unhashed, "it has no hashes of optimizer/step/embed"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

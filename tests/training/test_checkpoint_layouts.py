@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from layout_runs import LOSS
 from moefw.testing.pool import RankPool
-from moefw.training.checkpoint.files import DTYPES, index_of
-from moefw.training.checkpoint.manifest import Damage, words
+from moefw.training.checkpoint.files import index_of
+from moefw.training.checkpoint.manifest import DTYPES, Damage, words
 from moefw.training.checkpoint.reading import opened
 from resume_pairs import CHUNK_BYTES, LAYOUTS, PAIRS, QUICK, STEP, Pairs, of_step
 

@@ -10,39 +10,28 @@ import hashlib
 import json
 import math
 import os
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from attrs import asdict, evolve, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
+from moefw.compose.spec.source import show
 from moefw.training.checkpoint.commit import sync
-from moefw.training.checkpoint.json_data import canonical, count, is_tensor_name, item, shape_from
-from moefw.training.checkpoint.manifest import SavedTensor
+from moefw.training.checkpoint.json_data import canonical, count, is_tensor_name, item, require_texts, shape_from
+from moefw.training.checkpoint.manifest import DTYPES, NAMES, SavedTensor
 from moefw.training.checkpoint.parts import Part
 
 CHUNK_BYTES = 1 << 24
 """The bytes of a chunk, a multiple of 8. Each part of a tensor begins one, so its last chunk may be shorter."""
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The dtypes of a checkpoint by their safetensors names."""
-NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES: Final = 8
+_Corner = tuple[int, ...]
+_Shape = tuple[int, ...]
 
 
 @frozen(kw_only=True)
@@ -90,9 +79,26 @@ class SavedFile:
 
     @property
     def index(self) -> bytes:
-        """Bytes of the index."""
-        parts = [asdict(part) for part in self.parts]
-        return canonical({"chunk_bytes": self.chunk_bytes, "parts": parts, "same": dict(self.same)})
+        """Bytes of the index.
+
+        A part is one kind of tensor, such as a moment, of one box. Boxes that have the same kinds stand together.
+        ``hashes`` are those of the chunks of all parts, in the order of their bytes.
+        """
+        kinds_of: dict[tuple[str, _Corner, _Shape], list[str]] = {}
+        for part in self.parts:
+            kind, name = _kind_and_name(part.name)
+            kinds_of.setdefault((name, part.corner, part.shape), []).append(kind)
+        boxes: dict[tuple[str, ...], dict[str, list[list[int]]]] = {}
+        for (name, corner, shape), kinds in kinds_of.items():
+            boxes.setdefault(tuple(sorted(kinds)), {})[name] = [[*corner], [*shape]]
+        return canonical(
+            {
+                "chunk_bytes": self.chunk_bytes,
+                "hashes": [digest for part in self.parts for digest in part.chunks],
+                "parts": [{"kinds": [*kinds], "boxes": of_kinds} for kinds, of_kinds in sorted(boxes.items())],
+                "same": {name: [*same] for name, same in self.same.items()},
+            }
+        )
 
     @property
     def digest(self) -> str:
@@ -173,7 +179,7 @@ def write(path: Path, parts: Sequence[Part], progress: Callable[[str], None]) ->
             hashes = []
             for chunk in part.ranges(CHUNK_BYTES):
                 content = data[chunk.start : chunk.stop]
-                hashes.append(hashlib.sha256(content).hexdigest())
+                hashes.append(hash_of(content))
                 file.write(content)
             written.append(evolve(part, chunks=tuple(hashes)))
         progress("syncing a checkpoint's shard")
@@ -211,41 +217,54 @@ def read_range(file: BufferedReader, part: SavedPart, chunk: range) -> bytearray
     return data[:length] if length < len(data) else data
 
 
-def file_from(name: str, index: bytes) -> SavedFile:
-    """File from the bytes of its index. Raises ValueError."""
+def file_from(name: str, index: bytes, tensors: Mapping[str, SavedTensor]) -> SavedFile:
+    """File from the bytes of its index. ``tensors``: those of the manifest, with their dtypes. Raises ValueError."""
     content = json.loads(index.decode("ascii"))
-    same = item(content, "same", dict)
-    if not all(type(names) is list and all(type(other) is str for other in names) for names in same.values()):
-        raise ValueError("same is no list of names")
     chunk_bytes = count(content, "chunk_bytes")
     if chunk_bytes == 0 or chunk_bytes % 8:
         raise ValueError(f"chunk_bytes is {chunk_bytes}")
-    return SavedFile(
-        file=name,
-        chunk_bytes=chunk_bytes,
-        parts=tuple(_part_from(part, chunk_bytes) for part in item(content, "parts", list)),
-        same={first: tuple(names) for first, names in same.items()},
-    )
+    same = item(content, "same", dict)
+    for names in (*same.values(), item(content, "hashes", list)):
+        require_texts(names)
+    parts = [part for group in item(content, "parts", list) for part in _parts_from(group, tensors)]
+    hashes = iter(content["hashes"])
+    hashed = []
+    for part in laid_out(parts):
+        chunks = tuple(islice(hashes, len(part.ranges(chunk_bytes))))
+        if len(chunks) < len(part.ranges(chunk_bytes)):
+            raise ValueError(f"it has no hashes of {part.name}")
+        hashed.append(evolve(part, chunks=chunks))
+    if any(True for _ in hashes):
+        raise ValueError("it has more hashes than chunks")
+    same_as = {first: tuple(others) for first, others in same.items()}
+    return SavedFile(file=name, chunk_bytes=chunk_bytes, parts=tuple(hashed), same=same_as)
 
 
-def _part_from(data: object, chunk_bytes: int) -> SavedPart:
-    chunks = item(data, "chunks", list)
-    if not all(type(digest) is str for digest in chunks):
-        raise ValueError("chunks is no list of hashes")
-    dtype = item(data, "dtype", str)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}, which no checkpoint has")
-    part = SavedPart(
-        name=item(data, "name", str),
-        dtype=dtype,
-        corner=shape_from(data, "corner"),
-        shape=shape_from(data, "shape"),
-        begin=count(data, "begin"),
-        chunks=tuple(chunks),
-    )
-    if len(chunks) != len(part.ranges(chunk_bytes)):
-        raise ValueError(f"{part.name} has {len(chunks)} hashes of chunks")
-    return part
+def _parts_from(group: object, tensors: Mapping[str, SavedTensor]) -> Iterator[SavedPart]:
+    """Yield the parts that a group of boxes is."""
+    kinds = item(group, "kinds", list)
+    require_texts(kinds)
+    for box_name, box in item(group, "boxes", dict).items():
+        if type(box) is not list or len(box) != 2:
+            raise ValueError(f"{show(box)} is no corner and shape of {box_name}")
+        corner, shape = map(shape_from, box)
+        for kind in kinds:
+            name = f"{kind}/{box_name}"
+            if name not in tensors:
+                raise ValueError(f"it has {show(name)}, which the manifest does not name")
+            yield SavedPart(name=name, dtype=tensors[name].dtype, corner=corner, shape=shape)
+
+
+def _kind_and_name(name: str) -> tuple[str, str]:
+    """What the name of a tensor begins with, such as ``model`` or ``optimizer/exp_avg``, and the rest."""
+    num_words = 2 if name.startswith("optimizer/") else 1
+    words = name.split("/", num_words)
+    return "/".join(words[:num_words]), words[num_words]
+
+
+def hash_of(content: bytes | bytearray | memoryview) -> str:
+    """SHA-256 in base64, which is a third shorter than hexadecimal."""
+    return b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
 
 
 def _indexed(path: Path, parts: Sequence[SavedPart], same: Mapping[str, tuple[str, ...]]) -> SavedFile:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from attrs import evolve, frozen
 
-from moefw.training.checkpoint.files import CHUNK_BYTES, DTYPES, SavedFile, whole
+from moefw.training.checkpoint.files import CHUNK_BYTES, SavedFile, whole
 from moefw.training.checkpoint.json_data import canonical, count, item
 from moefw.training.checkpoint.manifest import (
     Origin,
@@ -64,7 +64,5 @@ def _file_from(shard: Any) -> SavedFile:
     parts = []
     for name, data in shard["tensors"].items():
         saved = tensor_from(data)
-        if saved.dtype not in DTYPES:
-            raise ValueError(f"dtype is {saved.dtype!r}, which no checkpoint has")
         parts.append(evolve(whole(name, saved), begin=count(data, "begin")))
     return SavedFile(file=shard["file"], chunk_bytes=CHUNK_BYTES, parts=tuple(parts), same={})

@@ -43,9 +43,14 @@ def count(data: object, key: str) -> int:
     return value
 
 
-def shape_from(data: object, key: str) -> tuple[int, ...]:
-    """Sizes or indices of a key of an object. Raises ValueError."""
-    shape = item(data, key, list)
-    if not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
-        raise ValueError(f"{key} is {show(shape)}")
-    return tuple(shape)
+def require_texts(data: object) -> None:
+    """Raise ValueError unless this is a list of texts."""
+    if type(data) is not list or not all(type(text) is str for text in data):
+        raise ValueError(f"{show(data)} is no list of texts")
+
+
+def shape_from(data: object) -> tuple[int, ...]:
+    """Sizes or indices from a list of them. Raises ValueError."""
+    if type(data) is not list or not all(type(size) is int and 0 <= size < 1 << 63 for size in data):
+        raise ValueError(f"{show(data)} is no shape")
+    return tuple(data)

@@ -16,16 +16,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from attrs import Factory, asdict, frozen
 
 from moefw.compose.spec.source import show
 from moefw.core.errors import os_reason
-from moefw.training.checkpoint.json_data import canonical, count, is_tensor_name, item, shape_from
+from moefw.training.checkpoint.json_data import canonical, count, is_tensor_name, item, require_texts, shape_from
 from moefw.training.folder import MANIFEST
 
 FORMAT: Final = 3
 MAX_BYTES: Final = 1 << 30
 """Size limit of a manifest and of an index, which have about two hundred bytes for each tensor or part."""
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The dtypes of a checkpoint by their safetensors names."""
+NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
 _FILE: Final = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 
 
@@ -121,7 +138,10 @@ def manifest_from(content: object) -> Manifest:
 
 def tensor_from(data: object) -> SavedTensor:
     """Tensor from its JSON data. Raises ValueError."""
-    return SavedTensor(item(data, "dtype", str), shape_from(data, "shape"))
+    dtype = item(data, "dtype", str)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {show(dtype)}, which no checkpoint has")
+    return SavedTensor(dtype, shape_from(item(data, "shape", list)))
 
 
 def require_names(tensors: Mapping[str, object]) -> None:
@@ -142,8 +162,8 @@ def origin_from(content: object) -> Origin:
     """Origin of a manifest from its JSON data. Raises ValueError."""
     origin = item(content, "origin", dict)
     plugins = item(origin, "plugins", list)
-    if not all(type(plugin) is list and all(type(word) is str for word in plugin) for plugin in plugins):
-        raise ValueError(f"plugins is {show(plugins)}")
+    for plugin in plugins:
+        require_texts(plugin)
     return Origin(
         world=count(origin, "world"),
         plugins=tuple(tuple(plugin) for plugin in plugins),
@@ -156,8 +176,7 @@ def origin_from(content: object) -> Origin:
 def _base_from(data: object) -> Base:
     freeze = item(data, "freeze", list)
     files = item(data, "files", list)
-    if not all(type(pattern) is str for pattern in freeze):
-        raise ValueError(f"freeze is {show(freeze)}")
+    require_texts(freeze)
     if not all(type(pair) is list and [type(word) for word in pair] == [str, str] for pair in files):
         raise ValueError(f"files is {show(files)}")
     return Base(

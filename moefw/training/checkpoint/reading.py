@@ -22,16 +22,17 @@ from moefw.runtime.finite import is_finite
 from moefw.system.stamps import stamp
 from moefw.training.checkpoint import format2
 from moefw.training.checkpoint.files import (
-    DTYPES,
     SavedFile,
     SavedPart,
     elements,
     file_from,
+    hash_of,
     header,
     index_of,
     read_range,
 )
 from moefw.training.checkpoint.manifest import (
+    DTYPES,
     FORMAT,
     Damage,
     Manifest,
@@ -95,8 +96,6 @@ class Reader:
         self._checked: set[str] = set()
         for file in files:
             for part in file.parts:
-                if part.name not in known:
-                    raise Damage(f"{folder / file.file} holds {words(part.name)}, which the manifest does not name.")
                 self._parts[part.name].append((file, part))
         for name, saved in known.items():
             _require_whole(folder, name, saved, [part for _, part in self._parts[name]])
@@ -134,9 +133,14 @@ class Reader:
 
     def _fill(self, file: SavedFile, part: SavedPart, targets: Sequence[Target]) -> None:
         itemsize = DTYPES[part.dtype].itemsize
+        of_chunks = [
+            list(_copies(part, chunk.start // itemsize, chunk.stop // itemsize, targets))
+            for chunk in part.ranges(file.chunk_bytes)
+        ]
+        if not any(of_chunks):
+            return
         with self._opened(file) as opened:
-            for number, chunk in enumerate(part.ranges(file.chunk_bytes)):
-                copies = list(_copies(part, chunk.start // itemsize, chunk.stop // itemsize, targets))
+            for number, copies in enumerate(of_chunks):
                 if copies:
                     values = self._chunk(opened, file, part, number)
                     for copy in copies:
@@ -147,7 +151,7 @@ class Reader:
         chunk = part.ranges(file.chunk_bytes)[number]
         data = read_range(opened, part, chunk)
         # Format 2 has no hashes of chunks: its file is verified already.
-        bad = bool(part.chunks) and hashlib.sha256(data).hexdigest() != part.chunks[number]
+        bad = bool(part.chunks) and hash_of(data) != part.chunks[number]
         if bad or len(data) != len(chunk):
             raise Damage(f"{self.folder / file.file} is damaged: {words(part.name)}.")
         return torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[part.dtype])
@@ -200,7 +204,7 @@ def opened(folder: Path) -> Reader:
         if hashlib.sha256(index).hexdigest() != digest:
             raise Damage(f"{path} is damaged.")
         try:
-            files.append(file_from(name, index))
+            files.append(file_from(name, index, manifest.tensors))
         except (ValueError, RecursionError) as error:
             raise Damage(f"{path} is damaged: {error}.") from error
     return Reader(folder, manifest, files)
@@ -210,8 +214,6 @@ def _require_whole(folder: Path, name: str, saved: SavedTensor, parts: Sequence[
     """Raise Damage unless the parts of a tensor make it up: inside it, no two at one corner, and as many elements."""
     num_elements = 0
     for part in parts:
-        if part.dtype != saved.dtype:
-            raise Damage(f"{folder}: {words(name)} is {part.dtype} in a file, and {saved.dtype} in the manifest.")
         ends = [first + size for first, size in zip(part.corner, part.shape, strict=False)]
         inside = len(ends) == len(saved.shape) and all(end <= size for end, size in zip(ends, saved.shape, strict=True))
         if not inside:

@@ -24,9 +24,10 @@ from moefw.runtime.parallel.local_shards import is_held_as_codes, local
 from moefw.system.stamps import stamp
 from moefw.training.checkpoint.choice import way_back
 from moefw.training.checkpoint.commit import begin, commit, prune
-from moefw.training.checkpoint.files import NAMES, SavedFile, file_of, write
+from moefw.training.checkpoint.files import SavedFile, file_of, write
 from moefw.training.checkpoint.json_data import item
 from moefw.training.checkpoint.manifest import (
+    NAMES,
     Manifest,
     Origin,
     SavedTensor,
@@ -62,17 +63,20 @@ def save(
     leads = layout.rank == 0
     _together(lambda: begin(scratch) if leads else None, scratch, layout)
     parts = parts_of(model, optimizer, layout)
-
-    def write_parts() -> dict[str, Any] | None:
-        return report(write(scratch / file_of(layout.rank), parts, stamp), parts) if parts else None
-
-    reports = _together(write_parts, scratch, layout)
-    _together(
-        lambda: commit(scratch, manifest_of(step, origin, reports).sealed(), final) if leads else None, scratch, layout
-    )
+    reports = _together(lambda: _written(scratch, layout.rank, parts), scratch, layout)
+    _together(lambda: _commit(scratch, step, origin, reports, final) if leads else None, scratch, layout)
     if leads:
         prune(run_dir, keep=keep)
     return final
+
+
+def _written(scratch: Path, rank: int, parts: Sequence[Part]) -> dict[str, Any] | None:
+    """Write a rank's parts and return its report; None if it has none."""
+    return report(write(scratch / file_of(rank), parts, stamp), parts) if parts else None
+
+
+def _commit(scratch: Path, step: int, origin: Origin, reports: Sequence[Any], final: Path) -> None:
+    commit(scratch, manifest_of(step, origin, reports).sealed(), final)
 
 
 def report(saved: SavedFile, parts: Sequence[Part]) -> dict[str, Any]:
