@@ -26,6 +26,7 @@ from moefw.compose.optimizer import build_optimizer
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.contracts import Layout
+from moefw.core.errors import CheckpointError
 from moefw.core.site import Machine
 from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.local_shards import local
@@ -200,6 +201,32 @@ def watch(name: str, folder: Path) -> Read:
             allocated=max(nbytes for place, nbytes in made.storages.items() if place not in kept),
             stored=max(target.nbytes for slot in slots.values() for target, _ in slot.targets),
         )
+
+
+def refused(name: str, folder: Path) -> str:
+    """Return the message with which a checkpoint is refused; empty if it is loaded."""
+    with session(name) as opened_session:
+        group = opened_session.layout.host_group()
+        try:
+            checkpoint.load(folder, opened_session.model, opened_session.optimizer, group=group)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def last_good(run_dir: Path) -> tuple[int, tuple[str, ...], set[str]]:
+    """Return the step of the last checkpoint that is whole, why others are not, and the files that this rank read."""
+    files: set[str] = set()
+    read_range = reading.read_range
+
+    def watched(file: Any, part: SavedPart, chunk: range) -> bytearray:
+        files.add(Path(file.name).name)
+        return read_range(file, part, chunk)
+
+    with mock.patch.object(reading, "read_range", watched):
+        chosen = checkpoint.choose(run_dir, "last-good", dist.group.WORLD)
+    assert chosen is not None
+    return chosen.step, chosen.passed, files
 
 
 class Made(TorchDispatchMode):

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from layout_runs import LOSS
 from moefw.testing.pool import RankPool
-from moefw.training.checkpoint.files import index_of
+from moefw.training.checkpoint.files import file_of, index_of
 from moefw.training.checkpoint.manifest import DTYPES, Damage, words
 from moefw.training.checkpoint.reading import opened
-from resume_pairs import CHUNK_BYTES, LAYOUTS, PAIRS, QUICK, STEP, Pairs, of_step
+from resume_pairs import CHUNK_BYTES, LAYOUTS, PAIRS, QUICK, STEP, Pairs, last_good, of_step, refused
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,38 @@ def test_pytorchs_reader_reads_the_same_tensors_without_pickle(
     }
     load(theirs, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     assert [name for name, tensor in theirs.items() if not tensor.equal(ours.read(name))] == []
+
+
+def flip(folder: Path, name: str) -> str:
+    """Flip a bit of the last part of a tensor, and return the file that has it."""
+    file, part = [(file, part) for file in opened(folder).files for part in file.parts if part.name == name][-1]
+    path = folder / file.file
+    data = bytearray(path.read_bytes())
+    data[part.begin + part.nbytes // 2] ^= 1
+    path.write_bytes(data)
+    return file.file
+
+
+@pytest.mark.fault("a bit of a tensor flips that one of two ranks reads", "no rank goes on; file and tensor are named")
+def test_damage_that_one_rank_reads_ends_all(pairs: Pairs, tmp_path: Path) -> None:
+    pairs.written("dp")
+    folder = tmp_path / f"step-{STEP}"
+    shutil.copytree(of_step(pairs.at("dp")), folder)
+    file = flip(folder, "optimizer/exp_avg/layers.2.moe.experts.7.down_proj.weight")
+    said = pairs.pool.run(refused, 2, "ep", folder)
+    words = "optimizer state exp_avg of layers.2.moe.experts.7.down_proj.weight"
+    assert f"{folder / file} is damaged: {words}." in said[0]
+    assert said[0] == said[1]
+
+
+def test_ranks_share_the_check_of_a_last_good_checkpoint(pairs: Pairs, tmp_path: Path) -> None:
+    pairs.written("FSDP on 3 ranks")
+    run = tmp_path / "run"
+    shutil.copytree(pairs.at("FSDP on 3 ranks"), run)
+    steps, passed, files = zip(*pairs.pool.run(last_good, 3, run), strict=True)
+    assert set(steps) == {STEP}
+    assert set(passed) == {()}
+    assert sorted(name for own in files for name in own) == [file_of(rank) for rank in range(3)]
 
 
 @pytest.mark.fault("a bit of a file of a checkpoint of several ranks flips", "refused; file and tensor are named")

@@ -202,9 +202,7 @@ def finish(path: Path, parts: Sequence[SavedPart]) -> SavedFile:
     hashed = []
     with path.open("rb") as file:
         for part in parts:
-            chunks = tuple(
-                hashlib.sha256(read_range(file, part, chunk)).hexdigest() for chunk in part.ranges(CHUNK_BYTES)
-            )
+            chunks = tuple(hash_of(read_range(file, part, chunk)) for chunk in part.ranges(CHUNK_BYTES))
             hashed.append(evolve(part, chunks=chunks))
     return _indexed(path, hashed, {})
 
