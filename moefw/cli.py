@@ -43,7 +43,7 @@ COMMANDS = {
 }
 
 FUNCTIONS = {"eval": "evaluate", "inspect": "inspect_run"}
-"""Functions of commands that have another name than their command, which Python uses itself."""
+"""Functions of those commands whose names Python has for something else."""
 
 
 class _Lazy(click.Group):

@@ -38,6 +38,7 @@ def inspect_run(run: str, step: int | None, verify: bool, tensors: str | None, a
 
     run_dir = Path(run)
     starts = inspection.starts_of(run_dir)
+    # All checkpoints are candidates for the last good one, the newest first.
     folders = candidates(run_dir, "last-good" if step is None else step)[::-1]
     checkpoints = {number: inspection.inspect(folder, verify=verify) for number, folder in folders}
     steps = [_step(number, checkpoint, starts.get(number, {})) for number, checkpoint in checkpoints.items()]
@@ -76,7 +77,7 @@ def _contents(number: int, reader: Reader, start: Record, pattern: str) -> dict[
     from moefw.training import inspection
 
     origin = reader.manifest.origin
-    places = inspection.places_in(reader)
+    boxes = inspection.boxes_in(reader)
     return {
         "step": number,
         "versions": start.get("versions"),
@@ -90,7 +91,7 @@ def _contents(number: int, reader: Reader, start: Record, pattern: str) -> dict[
                 "name": name,
                 "dtype": saved.dtype,
                 "shape": list(saved.shape),
-                "parts": [asdict(place) for place in places[name]],
+                "parts": [asdict(box) for box in boxes[name]],
             }
             for name, saved in sorted(reader.tensors.items())
             if fnmatch.fnmatchcase(name, pattern)
@@ -135,11 +136,11 @@ def _print_contents(last: dict[str, Any]) -> None:
         print_table(_console(), ("tensor", "dtype", "shape", "parts"), rows)
 
 
-def _part(place: dict[str, Any]) -> str:
+def _part(box: dict[str, Any]) -> str:
     """A part, as the slices of the tensor that a file holds."""
-    ends = (first + size for first, size in zip(place["corner"], place["shape"], strict=True))
-    slices = ", ".join(f"{first}:{end}" for first, end in zip(place["corner"], ends, strict=True))
-    return f"{place['file']} [{slices}]"
+    ends = (first + size for first, size in zip(box["corner"], box["shape"], strict=True))
+    slices = ", ".join(f"{first}:{end}" for first, end in zip(box["corner"], ends, strict=True))
+    return f"{box['file']} [{slices}]"
 
 
 def _sizes(shape: Sequence[int]) -> str:

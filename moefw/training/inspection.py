@@ -18,8 +18,8 @@ from moefw.training.records.json_lines import Record
 
 
 @frozen(kw_only=True)
-class Place:
-    """A part of a tensor: the file that holds it, the index of its first element in the tensor, and its shape."""
+class StoredBox:
+    """A box of a tensor: the file that holds it, the index of its first element in the tensor, and its shape."""
 
     file: str
     corner: tuple[int, ...]
@@ -80,14 +80,14 @@ def held_by(reader: Reader) -> list[Held]:
     ]
 
 
-def places_in(reader: Reader) -> dict[str, list[Place]]:
+def boxes_in(reader: Reader) -> dict[str, list[StoredBox]]:
     """Parts of each tensor of a checkpoint by name, in the order of their corners."""
-    places: dict[str, list[Place]] = {name: [] for name in reader.tensors}
+    boxes: dict[str, list[StoredBox]] = {name: [] for name in reader.tensors}
     for file in reader.files:
         for part in file.parts:
             for name in (part.name, *file.same.get(part.name, ())):
-                places[name].append(Place(file=file.file, corner=part.corner, shape=part.shape))
-    return {name: sorted(of_name, key=lambda place: place.corner) for name, of_name in places.items()}
+                boxes[name].append(StoredBox(file=file.file, corner=part.corner, shape=part.shape))
+    return {name: sorted(of_name, key=lambda box: box.corner) for name, of_name in boxes.items()}
 
 
 def starts_of(run_dir: Path) -> Mapping[int, Record]:

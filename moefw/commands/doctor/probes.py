@@ -18,6 +18,7 @@ from moefw.core.probes import Probe, ProbeError
 from moefw.plugins.dispatchers.deepep.limits import WHEEL_TORCH
 
 OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Set to 1, torchrun's agents keep their store to themselves, and each start of ranks has a new one."""
 
 
 def _torch() -> tuple[str, str]:

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 import click
 from attrs import asdict
@@ -18,7 +18,7 @@ from moefw.commands.doctor.machine import usable_cores
 from moefw.commands.doctor.slow_pairs import SLOW, Kind, Pair, complaints, kinds_of
 from moefw.commands.tables import print_table
 from moefw.compose.assembly import Assembly
-from moefw.core.contracts import LayoutPlan
+from moefw.core.contracts import Layout, LayoutPlan
 from moefw.core.errors import PlanError
 from moefw.system.python import python
 from moefw.training.faults.rank import watched
@@ -27,7 +27,10 @@ from moefw.training.launcher import LAUNCHED, check_room, die_with_launcher, run
 from moefw.training.world import Place, place_from_environment
 
 if TYPE_CHECKING:
-    from moefw.runtime.communication.pair_times import PairTime
+    import torch
+
+LARGE_BYTES: Final = 32 << 20
+"""Size of the messages whose time tells the bandwidth: smaller ones do not fill a fast link."""
 
 
 def measure_ranks(spec: str, overrides: Sequence[str], *, as_json: bool) -> int:
@@ -77,11 +80,11 @@ def _measured(assembly: Assembly, place: Place) -> list[Pair]:
     from moefw.training.session import joined_world
 
     with joined_world(assembly, place) as device:
-        return measured_pairs(open_layout(assembly, device.type), device)
+        return measured_pairs(open_layout(assembly, device.type), device, large_bytes=LARGE_BYTES)
 
 
-def measured_pairs(layout: Any, device: Any, **sizes: int) -> list[Pair]:
-    """Pairs of all groups of an opened layout, on every rank. Collective. ``sizes``: those of messages."""
+def measured_pairs(layout: Layout, device: torch.device, *, large_bytes: int) -> list[Pair]:
+    """Pairs of all groups of an opened layout, on every rank. Collective."""
     from moefw.runtime.communication.agreement import everywhere
     from moefw.runtime.communication.pair_times import pair_times
 
@@ -90,7 +93,9 @@ def measured_pairs(layout: Any, device: Any, **sizes: int) -> list[Pair]:
     pairs = []
     for axes, groups in groups_of(layout.plan).items():
         (ranks,) = (ranks for ranks in groups if layout.rank in ranks)
-        own: list[PairTime] = pair_times(ranks, layout.rank, layout.open(ranks), device, **sizes)
+        group = layout.open(ranks)
+        assert group is not None  # it has several ranks
+        own = pair_times(ranks, layout.rank, group, device, large_bytes=large_bytes)
         # Both ranks of a pair have measured it; the first one's times count.
         told = [asdict(pair) for pair in own if pair.ranks[0] == layout.rank]
         for pair in (pair for of_rank in everywhere(told, host_group) for pair in of_rank):

@@ -16,29 +16,30 @@ from torch.distributed import ProcessGroup
 from moefw.system.stamps import stamp
 from moefw_kernels.devices import is_gpu
 
-LARGE_BYTES: Final = 32 << 20
-"""Size of the messages whose time tells the bandwidth: at less, NCCL does not fill a link."""
 _SMALL: Final = 100
 """Exchanges whose median is the latency: the host's clock and scheduler disturb single ones."""
 _LARGE: Final = 3
 
 
-@frozen
+@frozen(kw_only=True)
 class PairTime:
-    """Times of exchanges between two ranks of the world, in which both send at once, as in an all-to-all."""
+    """Times of exchanges between two ranks of the world, in which both send at once, as in an all-to-all.
+
+    ``bytes_per_s``: those of each direction.
+    """
 
     ranks: tuple[int, int]
     latency_s: float
     bytes_per_s: float
-    """Of each direction."""
 
 
 def pair_times(
-    ranks: Sequence[int], rank: int, group: ProcessGroup, device: torch.device, *, large_bytes: int = LARGE_BYTES
+    ranks: Sequence[int], rank: int, group: ProcessGroup, device: torch.device, *, large_bytes: int
 ) -> list[PairTime]:
     """Times between this ``rank`` and each other one of ``ranks``, those of ``group`` in order. Collective.
 
-    In each round every rank has one partner, so that no message waits for another of its group.
+    In each round every rank has one partner, so that no message waits for another of its group. ``large_bytes``: the
+    size of the messages whose time tells the bandwidth.
     """
     device = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
     small = torch.zeros(1, device=device)
