@@ -41,7 +41,7 @@ EXPERTS: Final = {"ep": 64, "shard": "all"}
 LAYOUTS: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {
     "pp 16, ep 64": (32, {"pp": 16, "experts": {"ep": 64}}),
     "FSDP over 64 ranks, ep 64": (4, {"dense": {"shard": 64}, "experts": EXPERTS}),
-    "FSDP over 1,024 ranks, ep 64": (4, {"dense": {"shard": "all"}, "experts": EXPERTS}),
+    "FSDP over 1,024 ranks, ep 64": (2, {"dense": {"shard": "all"}, "experts": EXPERTS}),
 }
 """Each with the number of ranks to build."""
 HASH: Final = "A" * HASH_LENGTH
