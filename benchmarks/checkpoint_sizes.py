@@ -23,7 +23,7 @@ from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.recording.fake_tensors import fake_world
 from moefw.runtime.parallel.local_shards import num_stored
-from moefw.training.checkpoint.files import CHUNK_BYTES, SavedFile, described, file_of, laid_out
+from moefw.training.checkpoint.files import CHUNK_BYTES, HASH_LENGTH, SavedFile, described, file_of, laid_out
 from moefw.training.checkpoint.manifest import NAMES, Manifest, SavedTensor
 from moefw.training.checkpoint.parts import Part, parts_of
 
@@ -41,10 +41,10 @@ EXPERTS: Final = {"ep": 64, "shard": "all"}
 LAYOUTS: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {
     "pp 16, ep 64": (32, {"pp": 16, "experts": {"ep": 64}}),
     "FSDP over 64 ranks, ep 64": (4, {"dense": {"shard": 64}, "experts": EXPERTS}),
-    "FSDP over 1,024 ranks, ep 64": (4, {"dense": {"shard": "all"}, "experts": EXPERTS}),
+    "FSDP over 1,024 ranks, ep 64": (2, {"dense": {"shard": "all"}, "experts": EXPERTS}),
 }
 """Each with the number of ranks to build."""
-HASH: Final = "A" * 43
+HASH: Final = "A" * HASH_LENGTH
 DIGEST: Final = "0" * 64
 """As long as the hash of a chunk, and that of an index."""
 

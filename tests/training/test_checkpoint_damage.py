@@ -15,7 +15,7 @@ import checkpoint_cases
 from checkpoint_cases import INDEX, SHARD, forge, forge_index, put, refused, tiny
 from moefw.core.errors import CheckpointError
 from moefw.training import checkpoint
-from moefw.training.checkpoint.files import file_of, write
+from moefw.training.checkpoint.files import HASH_LENGTH, file_of, write
 from moefw.training.checkpoint.manifest import Damage
 from moefw.training.checkpoint.parts import Part
 from moefw.training.checkpoint.reading import opened
@@ -100,7 +100,7 @@ def boxes(index: dict[str, Any]) -> dict[str, Any]:
 
 def dropped(index: dict[str, Any]) -> None:
     boxes(index).pop("embed")
-    index["hashes"] = index["hashes"][3:]
+    index["hashes"] = index["hashes"][3 * HASH_LENGTH :]
 
 
 def cut(index: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def renamed(index: dict[str, Any]) -> None:
 
 
 def unhashed(index: dict[str, Any]) -> None:
-    index["hashes"].pop()
+    index["hashes"] = index["hashes"][HASH_LENGTH:]
 
 
 @pytest.mark.fault("an index is changed under a hash that is right ({id})", "refused by name")
@@ -127,7 +127,7 @@ def unhashed(index: dict[str, Any]) -> None:
         (cut, "the parts of parameter embed are not the whole of its shape (2, 3)"),
         (moved, "a part of parameter embed lies outside of its shape (2, 3)"),
         (renamed, "it has 'model/other', which the manifest does not name"),
-        (unhashed, "it has no hashes of optimizer/step/embed"),
+        (unhashed, "it has hashes of 6 chunks, and 7 chunks"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -13,7 +13,6 @@ import os
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BufferedReader
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +28,8 @@ from moefw.training.checkpoint.parts import Part
 
 CHUNK_BYTES = 1 << 24
 """The bytes of a chunk, a multiple of 8. Each part of a tensor begins one, so its last chunk may be shorter."""
+HASH_LENGTH: Final = 43
+"""Characters of a SHA-256 in base64."""
 _LENGTH_BYTES: Final = 8
 _Corner = tuple[int, ...]
 _Shape = tuple[int, ...]
@@ -82,7 +83,7 @@ class SavedFile:
         """Bytes of the index.
 
         A part is one kind of tensor, such as a moment, of one box. Boxes that have the same kinds stand together.
-        ``hashes`` are those of the chunks of all parts, in the order of their bytes.
+        ``hashes`` are those of the chunks of all parts, in the order of their bytes, one behind another.
         """
         kinds_of: dict[tuple[str, _Corner, _Shape], list[str]] = {}
         for part in self.parts:
@@ -94,7 +95,7 @@ class SavedFile:
         return canonical(
             {
                 "chunk_bytes": self.chunk_bytes,
-                "hashes": [digest for part in self.parts for digest in part.chunks],
+                "hashes": "".join(digest for part in self.parts for digest in part.chunks),
                 "parts": [{"kinds": [*kinds], "boxes": of_kinds} for kinds, of_kinds in sorted(boxes.items())],
                 "same": {name: [*same] for name, same in self.same.items()},
             }
@@ -222,18 +223,19 @@ def file_from(name: str, index: bytes, tensors: Mapping[str, SavedTensor]) -> Sa
     if chunk_bytes == 0 or chunk_bytes % 8:
         raise ValueError(f"chunk_bytes is {chunk_bytes}")
     same = item(content, "same", dict)
-    for names in (*same.values(), item(content, "hashes", list)):
+    for names in same.values():
         require_texts(names)
-    parts = [part for group in item(content, "parts", list) for part in _parts_from(group, tensors)]
-    hashes = iter(content["hashes"])
+    hashes = item(content, "hashes", str)
+    parts = laid_out(part for group in item(content, "parts", list) for part in _parts_from(group, tensors))
     hashed = []
-    for part in laid_out(parts):
-        chunks = tuple(islice(hashes, len(part.ranges(chunk_bytes))))
-        if len(chunks) < len(part.ranges(chunk_bytes)):
-            raise ValueError(f"it has no hashes of {part.name}")
+    taken = 0
+    for part in parts:
+        end = taken + len(part.ranges(chunk_bytes)) * HASH_LENGTH
+        chunks = tuple(hashes[first : first + HASH_LENGTH] for first in range(taken, end, HASH_LENGTH))
         hashed.append(evolve(part, chunks=chunks))
-    if any(True for _ in hashes):
-        raise ValueError("it has more hashes than chunks")
+        taken = end
+    if taken != len(hashes):
+        raise ValueError(f"it has hashes of {len(hashes) // HASH_LENGTH} chunks, and {taken // HASH_LENGTH} chunks")
     same_as = {first: tuple(others) for first, others in same.items()}
     return SavedFile(file=name, chunk_bytes=chunk_bytes, parts=tuple(hashed), same=same_as)
 
