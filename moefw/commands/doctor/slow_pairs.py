@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from attrs import frozen
@@ -69,26 +69,36 @@ def kinds_of(pairs: Iterable[Pair]) -> list[Kind]:
 
 def complaints(kinds: Iterable[Kind]) -> list[str]:
     """Lines that name the slow: ranks that are slow with most others, and the pairs that this does not explain."""
-    lines = []
-    for kind in kinds:
-        all_pairs = Counter(rank for pair in kind.pairs for rank in pair.ranks)
-        slow_pairs = Counter(rank for pair in kind.slow for rank in pair.ranks)
-        slow_ranks = [rank for rank, slow in sorted(slow_pairs.items()) if slow > 1 and 2 * slow > all_pairs[rank]]
-        hosts = {rank: host for pair in kind.pairs for rank, host in zip(pair.ranks, pair.hosts, strict=True)}
-        where = f"in {kind.axes}, {'across machines' if kind.across else 'within a machine'}"
-        medians = f"{_times(kind.latency_us, kind.gb_per_s)} is the median"
-        for rank in slow_ranks:
-            others = f"{slow_pairs[rank]} of {all_pairs[rank]} others"
-            latency_us = statistics.median_low([pair.latency_us for pair in kind.slow if rank in pair.ranks])
-            gb_per_s = statistics.median_low([pair.gb_per_s for pair in kind.slow if rank in pair.ranks])
-            named = f"rank {rank} ({hosts[rank]}) is slow with {others} {where}"
-            lines.append(f"{named}: {_times(latency_us, gb_per_s)}, where {medians}")
-        for pair in kind.slow:
-            if not any(rank in slow_ranks for rank in pair.ranks):
-                (first, second), (host, other_host) = pair.ranks, pair.hosts
-                named = f"ranks {first} ({host}) and {second} ({other_host}) are slow {where}"
-                lines.append(f"{named}: {_times(pair.latency_us, pair.gb_per_s)}, where {medians}")
-    return lines
+    return [line for kind in kinds for line in _complaints_of(kind)]
+
+
+def _complaints_of(kind: Kind) -> Iterator[str]:
+    where = f"in {kind.axes}, {'across machines' if kind.across else 'within a machine'}"
+    medians = f"{_times(kind.latency_us, kind.gb_per_s)} is the median"
+    slow_ranks = _slow_ranks(kind)
+    for rank in slow_ranks:
+        slow = [pair for pair in kind.slow if rank in pair.ranks]
+        num_others = sum(rank in pair.ranks for pair in kind.pairs)
+        latency_us = statistics.median_low([pair.latency_us for pair in slow])
+        gb_per_s = statistics.median_low([pair.gb_per_s for pair in slow])
+        named = f"{_named(slow[0])[rank]} is slow with {len(slow)} of {num_others} others"
+        yield f"rank {named} {where}: {_times(latency_us, gb_per_s)}, where {medians}"
+    for pair in kind.slow:
+        if not any(rank in slow_ranks for rank in pair.ranks):
+            named = " and ".join(_named(pair).values())
+            yield f"ranks {named} are slow {where}: {_times(pair.latency_us, pair.gb_per_s)}, where {medians}"
+
+
+def _slow_ranks(kind: Kind) -> list[int]:
+    """Ranks in several slow pairs that are more than half of their pairs, in ascending order."""
+    all_pairs = Counter(rank for pair in kind.pairs for rank in pair.ranks)
+    slow_pairs = Counter(rank for pair in kind.slow for rank in pair.ranks)
+    return sorted(rank for rank, number in slow_pairs.items() if number > 1 and 2 * number > all_pairs[rank])
+
+
+def _named(pair: Pair) -> dict[int, str]:
+    """Each rank of a pair, with its machine."""
+    return {rank: f"{rank} ({host})" for rank, host in zip(pair.ranks, pair.hosts, strict=True)}
 
 
 def _times(latency_us: float, gb_per_s: float) -> str:
