@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # The longest files are in tests/training and tests/faults: whoever begins with them ends with short ones.
 FAULTS  = $(shell grep -rl --include='test_*.py' 'mark.fault' tests | sort -r)
 
-.PHONY: help setup train test test-deep deep-table test-faults soak test-oldest test-gpu test-layouts test-third-party lint format clean
+.PHONY: help setup train test test-deep deep-table test-faults soak test-oldest test-gpu test-layouts test-checkpoints test-third-party lint format clean
 
 help:
 	@echo "make train   install what training needs, and train $(SPEC) (ARGS='train.steps=20' overrides)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-oldest  the same with the oldest PyTorch that is supported"
 	@echo "make test-gpu  all that needs a GPU: kernels, layers, dispatchers, training, and goals beside their measurement"
 	@echo "make test-layouts  train under every layout of tests/layouts.yaml and write docs/layouts.md"
+	@echo "make test-checkpoints  let unlike layouts read each other's checkpoints, and write the table of docs/checkpoints.md"
 	@echo "make test-third-party  install a plugin from a wheel into a fresh environment, certify it, train with it"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format the sources"
@@ -82,6 +83,9 @@ test-gpu: setup
 
 test-layouts: setup
 	PYTHONPATH=tests/support:benchmarks $(BIN)/python scripts/layout_table.py
+
+test-checkpoints: setup
+	PYTHONPATH=tests/support:benchmarks $(BIN)/python scripts/checkpoint_table.py
 
 test-third-party: setup
 	PYTHON=$(BIN)/python scripts/certify_third_party.sh

@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, Self, final
 
+import torch
 from attrs import frozen
 
 from moefw.core.errors import ContractError
 from moefw.system.python import python
+from moefw.training.checkpoint.reading import opened
 from moefw.training.folder import checkpoint_dirs
 from moefw.training.records.metrics import read_metrics
 
@@ -205,6 +207,11 @@ def history(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {record["step"]: {key: record[key] for key in record if key not in TIMED} for record in records}
 
 
+def step_losses(run_dir: Path) -> dict[int, float]:
+    """A run's loss of each step. Raises AssertionError if steps repeat or do not ascend."""
+    return {step: record["loss"] for step, record in history(run_dir).items()}
+
+
 def newest(run_dir: Path) -> int:
     """Step of the newest committed checkpoint of a run; 0 if there is none."""
     return max((step for step, _ in checkpoint_dirs(run_dir)), default=0)
@@ -217,13 +224,9 @@ def checkpoints(run_dir: Path) -> dict[int, dict[str, bytes]]:
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:
     """Every tensor of a checkpoint by name: dtype, shape and bits."""
+    reader = opened(checkpoint)
     by_name: dict[str, bytes] = {}
-    for shard in sorted(checkpoint.glob("*.safetensors")):
-        data = shard.read_bytes()
-        begin = 8 + int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8:begin]).items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                kind = f"{entry['dtype']} {entry['shape']} "
-                by_name[name] = kind.encode() + data[begin:][first:last]
+    for name, saved in reader.tensors.items():
+        bits = reader.read(name).reshape(-1).view(torch.uint8).numpy().tobytes()
+        by_name[name] = f"{saved.dtype} {saved.shape} ".encode() + bits
     return by_name

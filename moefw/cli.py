@@ -30,6 +30,7 @@ COMMANDS = {
     "eval": "Loss of a run's last checkpoint on held-out text.",
     "generate": "Text from a run's last checkpoint.",
     "report": "One HTML page about a run, or several beside each other.",
+    "inspect": "What the checkpoints of a run hold; with --verify, whether they are whole.",
     "convert": "A Hugging Face folder as a run, and a run's model as such a folder.",
     "check": "Every problem of SPEC at once, without a GPU or a process group.",
     "plan": "What a rank will hold in memory, by category and by region, from SPEC alone.",
@@ -40,6 +41,9 @@ COMMANDS = {
     "schema": "JSON Schema of a spec, for editors.",
     "doctor": "What this machine can do, and how to install what is missing.",
 }
+
+FUNCTIONS = {"eval": "evaluate", "inspect": "inspect_run"}
+"""Functions of those commands whose names Python has for something else."""
 
 
 class _Lazy(click.Group):
@@ -55,7 +59,7 @@ class _Lazy(click.Group):
             of_plugin = plugin_commands().get(cmd_name)
             return of_plugin.load(COMMANDS) if of_plugin else None
         module = importlib.import_module(f"moefw.commands.{cmd_name}")
-        command: click.Command = getattr(module, "evaluate" if cmd_name == "eval" else cmd_name)
+        command: click.Command = getattr(module, FUNCTIONS.get(cmd_name, cmd_name))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -24,6 +24,7 @@ from moefw.system.python import python
 from moefw.training.faults.rank import watched
 from moefw.training.faults.requests import StopRequests
 from moefw.training.folder import cache_dir, checkpoint_dirs, run_folder
+from moefw.training.job import job_to_go_on
 from moefw.training.launcher import LAUNCHED, check_room, die_with_launcher, run_local_ranks
 from moefw.training.records.ending import RecordedEnd
 from moefw.training.resume import Which, candidates, read_which
@@ -62,13 +63,12 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
 
     Starts the local ranks that the layout needs, or joins a torchrun or Slurm world when it finds one.
     """
-    which: Which | None = None
-    if resume is not None:
-        which = read_which(resume)
-    elif restarted():
-        which = "auto"
+    which: Which | None = None if resume is None else read_which(resume)
     place = place_from_environment()
     assembly = specs.read(spec, overrides, place.world if place else None)
+    job = job_to_go_on(assembly)
+    if which is None and (restarted() or job):
+        which = "auto"
     tracing = TraceFlags(**traces).options(assembly)
     run = assembly.spec.run
     note = partial(memory_note, assembly)
@@ -83,6 +83,8 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
             _spare_input(assembly)
         if leads:
             stack.enter_context(run_folder(assembly, resume=goes_on, again=which == "auto", tell=click.echo))
+            if resume is None and job:
+                click.echo(f"{run.dir} goes on, as the same job began it: {job}")
             stack.enter_context(traced(tracing, click.echo))
             stack.enter_context(reported(Path(run.dir), requests, failures=place is None))
             end = stack.enter_context(RecordedEnd(Path(run.dir)))

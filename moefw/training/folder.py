@@ -56,7 +56,7 @@ def run_folder(assembly: Assembly, *, resume: bool, again: bool = False, tell: C
     if run_dir.is_symlink() and not run_dir.is_dir():
         what = f"run.dir {run_dir} is a link to {run_dir.readlink()}, which is no folder."
         raise SpecError(what, "Make that folder, or use another run.dir.")
-    stays = resume or (again and _is_same_run(run_dir, assembly))
+    stays = resume or (again and is_same_run(run_dir, assembly))
     with ExitStack() as stack:
         try:
             aside = None if stays else _moved_aside(run_dir)
@@ -103,7 +103,7 @@ def _strange(run_dir: Path) -> Iterator[str]:
                 yield f"{name!r} is no regular file"
 
 
-def _is_same_run(run_dir: Path, assembly: Assembly) -> bool:
+def is_same_run(run_dir: Path, assembly: Assembly) -> bool:
     """Whether the run in a folder was started with the same spec."""
     try:
         before = YAML(typ="safe").load(run_dir / "spec.yaml")

@@ -25,8 +25,8 @@ def meet(place: Place, *, timeout: timedelta) -> Store:
     """Store of this run's ranks. Collective.
 
     Ranks that moefw started share a file that no other user can open. Under torchrun they use the store of its agents,
-    with a separate prefix for each restart. Elsewhere rank 0 listens on ``MASTER_PORT``. Raises PlanError if the host
-    cannot be resolved or the port is in use, RunError if the ranks do not meet.
+    with a separate prefix for each restart, if the agents share it. Elsewhere rank 0 listens on ``MASTER_PORT``. Raises
+    PlanError if the host cannot be resolved or the port is in use, RunError if the ranks do not meet.
     """
     store: Store
     if folder := meeting_folder():
@@ -39,7 +39,10 @@ def meet(place: Place, *, timeout: timedelta) -> Store:
             store, _, _ = next(handler)
         except dist.DistError as error:
             raise _not_met(place, address, error) from error
-        attempt = f"moefw/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        # A store of rank 0 is new in each attempt. Agents count restarts each for itself, so ranks of several would not
+        # meet under their counts.
+        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = f"moefw/attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}" if shares_store else "moefw"
         # Jobs whose numbers differ by the number of ports meet at the same one, and must not read each other's keys.
         store = PrefixStore(f"{attempt}/job-{address.job}" if address.job else attempt, store)
     store.set_timeout(timeout)

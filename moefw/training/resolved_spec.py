@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,22 @@ def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
     return [f"{key}: {show(old)} is {show(new)} now" for key, old, new in _differences(before, resolved, ())]
 
 
-def agree_on_spec(assembly: Assembly) -> None:
-    """Compare spec, world and plugin versions over all ranks. Collective; raises PlanError with every difference."""
+def agree_on_spec(assembly: Assembly, versions: Mapping[str, str]) -> None:
+    """Compare spec, world, and versions of plugins and libraries over all ranks.
+
+    ``versions``: those of this rank's libraries by name. Collective; raises PlanError with every difference.
+    """
     group = dist.group.WORLD if dist.is_initialized() else None
-    if len(set(everywhere(assembly.digest(), group))) == 1:
+    own = [assembly.digest(), dict(versions)]
+    if all(other == own for other in everywhere(own, group)):
         return
-    plugins = {f"{hook.removeprefix('moefw_')} {name}": have for hook, name, *have in assembly.versions()}
-    told = everywhere({"spec": assembly.resolved(), "world": assembly.layout.world, "plugin": plugins}, group)
+    identity = {
+        "spec": assembly.resolved(),
+        "world": assembly.layout.world,
+        "plugin": {f"{hook.removeprefix('moefw_')} {name}": have for hook, name, *have in assembly.versions()},
+        "version": dict(versions),
+    }
+    told = everywhere(identity, group)
     fix = "Give every node the same spec and the same environment."
     problems = [
         Problem(f"rank {rank} differs from rank 0 in {key}: {show(there)} instead of {show(here)}.", fix)

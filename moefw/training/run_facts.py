@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from moefw import __version__
+from moefw.training.job import job_names
 from moefw.training.session import Session
+from moefw.training.versions import library_versions
 from moefw.training.what_trains import Parameters
 from moefw_kernels.devices import is_gpu
 
@@ -25,15 +27,16 @@ def facts(session: Session, parameters: Parameters) -> dict[str, Any]:
     dims = assembly.site.dims
     plan = session.layout.plan
     plugins = {distribution: version for _, _, distribution, version in assembly.versions()}
-    versions = {"moefw": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    versions = {"moefw": __version__, "python": platform.python_version()}
     return {
-        "versions": {**plugins, **versions},
+        "versions": {**plugins, **versions, **library_versions(session.device)},
         "machine": {
             "host": socket.gethostname(),
             "device": session.device.type,
             "name": device_name(session.device),
             "cores": len(os.sched_getaffinity(0)),
         },
+        "jobs": job_names(),
         "ranks": plan.world,
         "layout": {axis: size for axis, size in plan.sizes.items() if size > 1},
         "parameters": parameters.total,

@@ -31,6 +31,7 @@ from moefw.training.faults.stamps import met
 from moefw.training.folder import cache_dir
 from moefw.training.rendezvous import meet
 from moefw.training.resolved_spec import agree_on_spec
+from moefw.training.versions import library_versions
 from moefw.training.world import Place, threads_of_a_rank
 from moefw_kernels.devices import is_gpu
 
@@ -110,15 +111,13 @@ def _positions(documents_BS: Ids) -> Ids:
 
 
 @contextmanager
-def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
-    """Join the world, agree on the spec, prepare data, build and initialise the model. Collective.
+def joined_world(assembly: Assembly, place: Place) -> Iterator[torch.device]:
+    """Join the world and agree on the spec; yield this rank's device. Collective.
 
-    Raises problems of spec and data on every rank. Frees everything on exit. A rank that fails frees only what it can
-    without the others, so that it reports the reason before they time out.
+    Raises problems of the spec on every rank, and LostContactError where another rank was lost inside.
     """
     device = _device(assembly, place)
     torch.set_num_threads(threads_of_a_rank(place.local_world))
-    shared = Shared()
     if place.world > 1:
         stamp("joining the other ranks")
         timeout = timedelta(seconds=collective_timeout_s(assembly.spec.run.timeout_s))
@@ -130,19 +129,8 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
     ended_well = False
     try:
         stamp("agreeing on the spec")
-        agree_on_spec(assembly)
-        parts = assembly.parts
-        calling = assembly.registry.calling
-        with calling(parts.parallel, "build()"):
-            layout = open_layout(assembly, device.type)
-        stamp("preparing data")
-        with calling(parts.data, "prepare()"):
-            data = _prepare_once(assembly, place, layout)
-        stamp("building the model", slow=True)
-        model = build_model(assembly, layout, device, shared)
-        std: Any = model.init_std
-        initialise(model, seed=assembly.spec.run.seed, std=std)
-        yield Session(assembly=assembly, device=device, layout=layout, data=data, model=model, shared=shared)
+        agree_on_spec(assembly, library_versions(device))
+        yield device
         ended_well = True
     except RuntimeError as error:
         if not lost_a_rank(error):
@@ -150,10 +138,37 @@ def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
         what = f"rank {place.rank} lost contact with another rank."
         raise LostContactError(what, "The rank that failed says why; continue with --resume.") from error
     finally:
-        with nullcontext() if ended_well else suppress(Exception):  # the first failure is reported
-            shared.close(together=ended_well)
         if dist.is_initialized() and (ended_well or dist.get_backend() == "gloo"):
             dist.destroy_process_group()
+
+
+@contextmanager
+def open_session(assembly: Assembly, place: Place) -> Iterator[Session]:
+    """Join the world, agree on the spec, prepare data, build and initialise the model. Collective.
+
+    Raises problems of spec and data on every rank. Frees everything on exit. A rank that fails frees only what it can
+    without the others, so that it reports the reason before they time out.
+    """
+    with joined_world(assembly, place) as device:
+        shared = Shared()
+        ended_well = False
+        try:
+            parts = assembly.parts
+            calling = assembly.registry.calling
+            with calling(parts.parallel, "build()"):
+                layout = open_layout(assembly, device.type)
+            stamp("preparing data")
+            with calling(parts.data, "prepare()"):
+                data = _prepare_once(assembly, place, layout)
+            stamp("building the model", slow=True)
+            model = build_model(assembly, layout, device, shared)
+            std: Any = model.init_std
+            initialise(model, seed=assembly.spec.run.seed, std=std)
+            yield Session(assembly=assembly, device=device, layout=layout, data=data, model=model, shared=shared)
+            ended_well = True
+        finally:
+            with nullcontext() if ended_well else suppress(Exception):  # the first failure is reported
+                shared.close(together=ended_well)
 
 
 def lost_a_rank(error: Exception) -> bool:

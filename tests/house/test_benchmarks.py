@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from moefw.testing.training import SMALL
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -91,3 +93,16 @@ def test_a_traced_step_is_measured_beside_plain_ones(monkeypatch: pytest.MonkeyP
     measured = json.loads((tmp_path / "tracing.json").read_text())
     assert measured["spans_of_step"] > 20
     assert measured["step_s"] > 0
+
+
+def test_sizes_of_checkpoints_are_those_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter and two moments in fp32, once, whatever the layout; a rank of two that share all writes half."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    checkpoint_sizes = importlib.import_module("checkpoint_sizes")
+    spec = dict(SMALL)
+    alone = checkpoint_sizes.count(spec, 1, 1)
+    shared = checkpoint_sizes.count({**spec, "parallel": {"dense": {"shard": "all"}, "experts": {"ep": 2}}}, 2, 2)
+    assert abs(shared["checkpoint"] - alone["checkpoint"]) <= 64  # numbers of steps of each rank
+    assert shared["written"] == pytest.approx(alone["written"] / 2, rel=0.02)
+    assert shared["read"] == pytest.approx(alone["read"] / 2, rel=0.02)
+    assert alone["written"] == pytest.approx(alone["read"], rel=0.02)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+import weakref
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ from moefw.models.presets import PRESETS
 from moefw.runtime.naming import initialise
 from moefw.testing.pool import RankPool
 from moefw.training import checkpoint
-from moefw.training.exporting import config_of, export
+from moefw.training.checkpoint.reading import Reader, opened
+from moefw.training.exporting import Form, config_of, export
 from moefw.training.importing import import_folder
 from pairwise import each_value
 
@@ -173,3 +176,56 @@ def test_a_run_is_exported_by_a_command(tmp_path: Path) -> None:
     assert (out / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
     assert "is there and is no empty folder" in complaint("convert", "export", tmp_path / "run", out)
     assert "holds no checkpoint of step 7" in complaint("convert", "export", tmp_path / "run", out / "x", "--step=7")
+
+
+MANY = {"pp": 2, "dense": {"tp": 2, "shard": "all"}, "experts": {"ep": 2, "shard": "all"}}
+"""A layout of eight ranks that splits everything: stages, matrices, experts, and each parameter over its copies."""
+
+
+SMALL = {"num_layers": 4, "vocab_size": 64}
+
+
+@pytest.fixture(scope="module")
+def split_and_whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Checkpoints of the same model: one that eight ranks have written, and one of a rank alone."""
+    folder = tmp_path_factory.mktemp("layouts")
+    with closing(RankPool(8)) as eight:
+        for name, world, parallel in (("split", 8, MANY), ("whole", 1, {})):
+            eight.run(saved, world, "deepseek-v3-tiny", folder / name, parallel, world, SMALL)
+    return folder / "split" / "checkpoints" / "step-1", folder / "whole" / "checkpoints" / "step-1"
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+def test_the_export_of_eight_ranks_is_that_of_one_bit_for_bit(
+    split_and_whole: tuple[Path, Path], form: Form, tmp_path: Path
+) -> None:
+    assembly = assembled("deepseek-v3-tiny", model=SMALL)
+    for name, checkpoint_of in zip(("split", "whole"), split_and_whole, strict=True):
+        export(assembly, checkpoint_of, tmp_path / name, form)
+    split, whole = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("split", "whole")
+    )
+    assert len(opened(split_and_whole[0]).files) == 8
+    assert "model.safetensors" in whole
+    assert split == whole
+
+
+def test_an_export_holds_one_tensor_at_a_time(
+    split_and_whole: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a checkpoint in many parts, and of tensors that stand in one of the folder, as experts do."""
+    alive: list[str] = []
+    read_at_once: list[int] = []
+    read = Reader.read
+
+    def watched(reader: Reader, name: str) -> torch.Tensor:
+        values = read(reader, name)
+        alive.append(name)
+        weakref.finalize(values, alive.remove, name)
+        read_at_once.append(len(alive))
+        return values
+
+    monkeypatch.setattr(Reader, "read", watched)
+    export(assembled("deepseek-v3-tiny", model=SMALL), split_and_whole[0], tmp_path / "out", "fp32")
+    assert len(read_at_once) > 100
+    assert set(read_at_once) == {1}

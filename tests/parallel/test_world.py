@@ -262,6 +262,19 @@ def test_jobs_that_share_a_port_do_not_read_each_others_keys(monkeypatch: pytest
     assert not second.check(["key"])
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_of_agents_that_count_restarts_differently_meet_unless_one_store_serves_all_attempts(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """An agent counts the failures of its own ranks. Without a shared store, each attempt has a new one."""
+    hosted = HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(hosted, 0, 2)]))
+    environment = {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": str(shared)}
+    first, second = (meet_with(monkeypatch, 0, **environment, TORCHELASTIC_RESTART_COUNT=count) for count in "01")
+    first.set("key", "of the first")
+    assert second.check(["key"]) != shared
+
+
 @pytest.mark.parametrize(
     ("variables", "finalized"), [({}, True), ({"RANK": "1"}, False), ({"SLURM_PROCID": "1"}, False)]
 )

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fake_steps import fake_assembly
 from moefw.core.errors import PlanError
 from moefw.testing.pool import RankPool
 from moefw.testing.training import SMALL
+from moefw.training import versions
 from moefw.training.resolved_spec import agree_on_spec, write_resolved
+from moefw.training.versions import library_versions
 
 
 def assembly(**sections: dict[str, Any]) -> Any:
@@ -33,9 +36,10 @@ def test_a_damaged_spec_of_the_run_is_told_and_written_anew(tmp_path: Path, cont
     assert write_resolved(assembly(), tmp_path) == []
 
 
-def agree(specs: list[dict[str, Any]]) -> str:
+def agree(specs: list[dict[str, Any]], versions: list[dict[str, str]] | None = None) -> str:
+    rank = dist.get_rank()
     try:
-        agree_on_spec(assembly(**specs[dist.get_rank()]))
+        agree_on_spec(assembly(**specs[rank]), versions[rank] if versions else {})
     except PlanError as error:
         return str(error)
     return "goes on"
@@ -50,3 +54,25 @@ def test_ranks_with_different_specs_name_every_key_that_differs(pool: RankPool) 
     assert "rank 3 differs from rank 0 in plugin.'routers sinkhorn'" in found[0]
     assert "rank 1" not in found[0]
     assert pool.run(agree, 2, specs) == ["goes on"] * 2
+
+
+def test_ranks_with_different_libraries_name_each_that_differs(pool: RankPool) -> None:
+    """A rank whose driver is not known, as where Linux does not tell, differs too."""
+    here = {"torch": "2.13.0", "nccl": "2.29.2", "driver": "580.95.05"}
+    of_ranks = [here, here | {"nccl": "2.28.9"}, {"torch": "2.12.1", "nccl": "2.29.2"}]
+    found = pool.run(agree, 3, [{}] * 3, of_ranks)
+    assert found == [found[0]] * 3
+    assert "rank 1 differs from rank 0 in version.nccl: '2.28.9' instead of '2.29.2'." in found[0]
+    assert "rank 2 differs from rank 0 in version.torch: '2.12.1' instead of '2.13.0'." in found[0]
+    assert "rank 2 differs from rank 0 in version.driver: null instead of '580.95.05'." in found[0]
+    assert found[0].count("differs") == 3
+
+
+def test_versions_of_libraries_are_those_that_this_rank_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library_versions(torch.device("cpu")) == {"torch": torch.__version__}
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 2))
+    monkeypatch.setattr(versions, "DRIVER", tmp_path / "version")
+    on_gpu = {"torch": torch.__version__, "nccl": "2.29.2"}
+    assert library_versions(torch.device("cuda")) == on_gpu
+    (tmp_path / "version").write_text("580.95.05\n")
+    assert library_versions(torch.device("cuda")) == on_gpu | {"driver": "580.95.05"}

@@ -35,11 +35,26 @@ NEEDED = ("python", "torch", "gloo", "grouped_mm", "safetensors")
     type=click.FloatRange(min=1),
     help=f"Seconds in all.  [default: {TIMEOUT_S:.0f}, with --deep {DEEP_TIMEOUT_S:.0f}]",
 )
-def doctor(as_json: bool, deep: bool, timeout: float | None) -> None:
+@click.option(
+    "--ranks",
+    "spec",
+    type=click.Path(),
+    metavar="SPEC",
+    help="Instead measure how fast the ranks of SPEC, with overrides, reach each other, and name those that are slow.",
+)
+@click.argument("overrides", nargs=-1)
+def doctor(as_json: bool, deep: bool, timeout: float | None, spec: str | None, overrides: tuple[str, ...]) -> int:
     """Tell what is available here, what is installed but unusable and why, and how to install what is missing.
 
-    Exits with 1 if something is not available that training needs.
+    Exits with 1 if something is not available that training needs. With --ranks, starts the local ranks that the layout
+    of SPEC needs, or joins a torchrun or Slurm world when it finds one.
     """
+    if spec is not None:
+        from moefw.commands.doctor.ranks import measure_ranks
+
+        return measure_ranks(spec, overrides, as_json=as_json)
+    if overrides:
+        raise click.UsageError("overrides are of a spec: moefw doctor --ranks SPEC key=value ...")
     with Console(stderr=True).status("trying what is installed"):
         if deep:
             capabilities = examine(timeout_s=timeout or DEEP_TIMEOUT_S, also=DEEP_PROBES)

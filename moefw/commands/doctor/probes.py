@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 from moefw.commands.doctor.fp8_products import fp8_products
 from moefw.commands.doctor.triton_products import triton_products
@@ -14,6 +16,9 @@ from moefw.compose.registry import Registry
 from moefw.core.errors import Problem
 from moefw.core.probes import Probe, ProbeError
 from moefw.plugins.dispatchers.deepep.limits import WHEEL_TORCH
+
+OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Set to 1, torchrun's agents keep their store to themselves, and each start of ranks has a new one."""
 
 
 def _torch() -> tuple[str, str]:
@@ -74,6 +79,13 @@ def _all_reduce(backend: str, device: str) -> str:
     if total != 4:
         raise ProbeError("an all-reduce in a world of one changes the values")
     return "an all-reduce in a world of one works"
+
+
+def _joining_nodes() -> tuple[str, str]:
+    """Whether a node may join torchrun's agents: PyTorch 2.13 was seen to fail with its default."""
+    if os.environ.get(OWN_STORES) != "1":
+        raise ProbeError("torchrun's agents share their store with the ranks, and fail when a node joins or comes back")
+    return "", "each start of torchrun's ranks has a store of its own"
 
 
 def _grouped_mm() -> tuple[str, str]:
@@ -195,6 +207,7 @@ PROBES: Mapping[str, Probe] = {
         Probe("torch", _torch, "torch", "torch", _OTHER_TORCH),
         Probe("gloo", _gloo, "torch", "torch", _OTHER_TORCH),
         Probe("nccl", _nccl, "torch", "torch", _CUDA_TORCH),
+        Probe("joining nodes", _joining_nodes, "torch", "torch", f"On each node: export {OWN_STORES}=1"),
         Probe("bf16 on this CPU", _cpu_bf16, "torch", "torch", _OTHER_TORCH),
         Probe("grouped_mm", _grouped_mm, "torch", "torch", _OTHER_TORCH),
         Probe("fp8 products", fp8_products, "torch", "torch", _OTHER_TORCH),
@@ -214,7 +227,18 @@ DEEP_PROBES: Mapping[str, Probe] = {
 }
 """Probes that take long, as they compile: those of ``moefw doctor --deep``."""
 GROUPS = (
-    ("torch", "gloo", "grouped_mm", "safetensors", "bf16 on this CPU", "fp8 products", "tensorboard", "triton", "nccl"),
+    (
+        "torch",
+        "gloo",
+        "grouped_mm",
+        "safetensors",
+        "bf16 on this CPU",
+        "fp8 products",
+        "tensorboard",
+        "triton",
+        "nccl",
+        "joining nodes",
+    ),
     ("transformer-engine",),
     ("deep_ep",),
     ("tokenizers", "bokeh", "matplotlib"),

@@ -1,26 +1,26 @@
-"""Loading a checkpoint into a model in any layout: everything is checked before anything is changed."""
+"""Loading a checkpoint into a model in any layout: each rank reads the chunks that hold what it stores."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError
 from moefw.runtime.communication.agreement import raise_together
-from moefw.runtime.parallel.local_shards import all_of
 from moefw.runtime.pipeline.stage import names_in_stages
-from moefw.system.stamps import stamp
 from moefw.training.checkpoint.base import require_same_base
 from moefw.training.checkpoint.choice import way_out
-from moefw.training.checkpoint.manifest import Base, Manifest, SavedTensor, read_manifest
-from moefw.training.checkpoint.shards import opened, words
-from moefw.training.checkpoint.slots import Slot, by_target, model_slots, optimizer_slots
+from moefw.training.checkpoint.manifest import Base, SavedTensor, words
+from moefw.training.checkpoint.reading import AnyManifest, Reader, opened
+from moefw.training.checkpoint.slots import Slot, model_slots, optimizer_slots
+
+T = TypeVar("T")
 
 
 def load(
@@ -31,29 +31,40 @@ def load(
     tokenizer: str = "",
     base: Base | None = None,
     group: ProcessGroup | None = None,
-) -> Manifest:
-    """Check every hash, fill a model, its state and its optimizer, and return the manifest. Collective.
+) -> AnyManifest:
+    """Fill a model, its state and its optimizer, and return the manifest. Collective.
 
     Frozen parameters are not filled: the folder of the ``base`` in use has them. ``tokenizer``: fingerprint of the
-    tokenizer in use. Raises CheckpointError on all ranks of ``group``, before any tensor is filled, if one of them sees
-    a damaged folder, another model, another tokenizer or another base.
+    tokenizer in use. Raises CheckpointError on all ranks of ``group`` if one of them sees a damaged folder, another
+    model, another tokenizer or another base. What the manifest and the indexes tell is checked before any tensor is
+    filled. A chunk is checked as it is read, so that where one is damaged, other tensors may be filled: the model must
+    not be used then.
     """
-    checked = None
-    error = None
     names = names_in_stages(model_slots(model), model)
-    try:
-        checked = _checked(folder, model, optimizer, tokenizer, base, names)
-    except CheckpointError as own_error:
-        error = own_error
+    checked, error = _attempt(lambda: _checked(folder, model, optimizer, tokenizer, base, names))
     raise_together(error, group)
     assert checked is not None
-    manifest, files, slots = checked
-    for together in by_target(slots):
-        stamp("loading a checkpoint")
-        with torch.no_grad(), all_of(together[0][1].target) as values:
-            for name, slot in together:
-                slot.fill(values, files[name].get_tensor(name))
-    return manifest
+    reader, slots, rooms = checked
+    _, error = _attempt(lambda: _fill(reader, slots))
+    raise_together(error, group)
+    if optimizer is not None:
+        for parameter, held in rooms.items():
+            optimizer.state[parameter].update(held)
+    return reader.manifest
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
+    """Result, or the CheckpointError that was raised."""
+    try:
+        return act(), None
+    except CheckpointError as error:
+        return None, error
+
+
+@torch.no_grad()
+def _fill(reader: Reader, slots: Mapping[str, Slot]) -> None:
+    with way_out(reader.folder):
+        reader.fill({name: slot.targets for name, slot in slots.items()})
 
 
 def _checked(
@@ -63,26 +74,25 @@ def _checked(
     tokenizer: str,
     base: Base | None,
     names: Set[str],
-) -> tuple[Manifest, Mapping[str, Any], Mapping[str, Slot]]:
-    """Manifest, and each tensor's open file and slot by name. Raises CheckpointError.
+) -> tuple[Reader, Mapping[str, Slot], Mapping[nn.Parameter, dict[str, Tensor]]]:
+    """The checkpoint, the slot of each tensor by name, and the states of each parameter. Raises CheckpointError.
 
     ``names``: those of the slots of all stages of a pipeline.
     """
     with way_out(folder):
-        manifest = read_manifest(folder)
-        _check_same_tokenizer(folder, manifest.origin.tokenizer, tokenizer)
-        require_same_base(folder, manifest.origin.base, base)
-        files = opened(folder, manifest)
-    saved = manifest.tensors
+        reader = opened(folder)
+    origin = reader.manifest.origin
+    _check_same_tokenizer(folder, origin.tokenizer, tokenizer)
+    require_same_base(folder, origin.base, base)
+    saved = reader.tensors
     slots = model_slots(model)
+    rooms: dict[nn.Parameter, dict[str, Tensor]] = {}
     _check_same_model(folder, saved, slots, names)
     if optimizer is not None and any(name.startswith("optimizer/") for name in saved):
         states, rooms = optimizer_slots(model, optimizer, saved)
         _check_tensors(folder, saved, states)
         slots |= states
-        for parameter, held in rooms.items():
-            optimizer.state[parameter].update(held)
-    return manifest, files, slots
+    return reader, slots, rooms
 
 
 def _check_same_model(

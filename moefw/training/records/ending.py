@@ -10,12 +10,11 @@ from typing import Literal, Self, final
 
 from moefw.core.errors import DataError, MoefwError
 from moefw.training.errors import NotWrittenError, StoppedError
-from moefw.training.records.events import EVENTS, EventLog, read_events
+from moefw.training.records.events import EVENTS, STARTS, EventLog, read_events
 from moefw.training.records.json_lines import Record
 from moefw.training.records.metrics import METRICS, read_metrics
 
 Outcome = Literal["done", "stopped", "failed"]
-STARTS = ("start", "resume")
 
 
 def reason_of(error: BaseException) -> str:

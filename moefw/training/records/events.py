@@ -25,6 +25,8 @@ Event = Literal[
     "end",
 ]
 """The kinds of event. Their fields: docs/runs.md."""
+STARTS: Final[tuple[Event, ...]] = ("start", "resume")
+"""Those that begin a start of the run."""
 
 
 @final
