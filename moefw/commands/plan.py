@@ -23,7 +23,16 @@ from moefw.training.folder import cache_dir
 GIB = 2**30
 MIB = 2**20
 TERA = 10**12
-PHASES = {"forward": "forward", "recompute": "recompute", "backward": "backward", "once": "once a step"}
+GIGA = 10**9
+PHASES = {
+    "forward": "forward",
+    "recompute": "recompute",
+    "backward": "backward",
+    "once": "once a step",
+    "gradients": "sums of gradients, once a step",
+    "optimizer": "update, once a step",
+}
+ONCE = ("once", "gradients", "optimizer")
 PLANS = "plans"
 """The folder of ledgers in the cache."""
 EXPOSED = "recomputed, exposed"
@@ -47,7 +56,13 @@ class Sheet:
 @click.option(
     "--picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the schedule of a step, instead."
 )
-def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool, picture: Path | None) -> int:
+def plan(
+    spec: str,
+    overrides: tuple[str, ...],
+    world: int | None,
+    as_json: bool,
+    picture: Path | None,
+) -> int:
     """Predict the memory and the work of a rank that trains as SPEC says, without a GPU.
 
     Memory is told by category and by region; --json tells the work by region, too.
@@ -95,6 +110,10 @@ def show(plan: Ledger) -> None:
     for sheet in sheets(plan):
         click.echo()
         print_table(console, sheet.head, sheet.rows)
+    if plan.flops_per_token is not None:
+        click.echo(f"\nthe model asks for {plan.flops_per_token / GIGA:.3f} GFLOP a token, in forward and backward")
+    for part in plan.modelled:
+        click.echo(f"modelled, as it cannot run here: {part}")
     if plan.unknown:
         click.echo(f"\nunknown here is what waits for backward, the peak, and the work: {plan.unknown}")
 
@@ -138,7 +157,7 @@ def sheets(plan: Ledger) -> list[Sheet]:
         category,
         Sheet("peak", (f"the peak is in {peak.place}", name), [(row, _size(n, unit)) for row, n in parts.items() if n]),
         Sheet("region", head, [*regions, total]),
-        *(sheet for sheet in (_work(plan), _sent(plan)) if sheet.rows),
+        *(sheet for sheet in (_work(plan), _sent(plan), _positions(plan, unit, name)) if sheet.rows),
     ]
 
 
@@ -160,6 +179,21 @@ def _work(plan: Ledger) -> Sheet:
     return Sheet("work", head, rows)
 
 
+def _positions(plan: Ledger, unit: int, name: str) -> Sheet:
+    """The positions of a pipeline, of which those that are alike are one row; no rows without one."""
+    rows = []
+    for position in plan.positions if plan.stages > 1 else ():
+        flops = Counter[str]()
+        for work in position.work:
+            flops[work.phase] += sum(work.layers * product.flops for product in work.products)
+        numbers = ", ".join(str(at + 1) for at in position.at)
+        told = (f"{flops[phase] / TERA:.3g}" for phase in ("forward", "recompute", "backward"))
+        peak = "unknown" if position.peak_bytes is None else _size(position.peak_bytes, unit)
+        rows.append((numbers, peak, *told))
+    head = ("position on pp", f"peak, {name}", "forward, TFLOP a micro-batch", "recompute", "backward")
+    return Sheet("positions", head, rows)
+
+
 def _sent(plan: Ledger) -> Sheet:
     links: dict[tuple[str, str, str], Counter[str]] = {}
     for work in plan.work:
@@ -167,7 +201,7 @@ def _sent(plan: Ledger) -> Sheet:
             times = work.layers * transfer.times
             counts = {"times": times, "node": times * transfer.node, "network": times * transfer.network}
             kind = transfer.kind
-            if work.phase == "once":
+            if work.phase in ONCE:
                 kind = f"{kind}, {PHASES[work.phase]}"
             elif work.phase == "recompute":
                 kind = f"{kind}, {EXPOSED}"
