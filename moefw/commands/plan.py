@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from attrs import frozen
@@ -18,6 +19,8 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError, SpecError, os_reason
 from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
+from moefw.planner import cluster as clusters
+from moefw.planner.cluster import Cluster
 from moefw.training.folder import cache_dir
 
 GIB = 2**30
@@ -52,6 +55,7 @@ class Sheet:
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1)
 @click.option("--world", type=click.IntRange(min=1), help="Ranks to lay out over; by default the smallest that fits.")
+@click.option("--cluster", metavar="NAME|FILE.yaml", help="Say whether the peak fits a GPU of this cluster.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
     "--picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the schedule of a step, instead."
@@ -60,6 +64,7 @@ def plan(
     spec: str,
     overrides: tuple[str, ...],
     world: int | None,
+    cluster: str | None,
     as_json: bool,
     picture: Path | None,
 ) -> int:
@@ -70,6 +75,7 @@ def plan(
     Problems that `moefw check` would report are printed instead: exits with 2 then.
     """
     try:
+        gpus = None if cluster is None else clusters.read(cluster)
         assembly = specs.read(spec, overrides, world)
         if picture is not None:
             return _draw(assembly, picture)
@@ -81,10 +87,40 @@ def plan(
         click.echo(json.dumps({"ok": False, "problems": plain(error.problems)}))
         return 2
     if as_json:
-        click.echo(json.dumps({"ok": True, "problems": [], **planned.to_data()}))
+        on_cluster = {} if gpus is None else {"cluster": _on(gpus, cluster, planned)}
+        click.echo(json.dumps({"ok": True, "problems": [], **planned.to_data(), **on_cluster}))
         return 0
     show(planned)
+    if gpus is not None:
+        click.echo(f"\n{_told_on(gpus, cluster, planned)}")
     return 0
+
+
+def _on(cluster: Cluster, name: str | None, plan: Ledger) -> dict[str, Any]:
+    """What a plan is on a cluster: whether its peak fits a GPU, bytes left or missing, and the denominator of MFU."""
+    left = None if plan.peak_bytes is None else cluster.memory_bytes - plan.peak_bytes
+    return {
+        "name": name,
+        "memory_bytes": cluster.memory_bytes,
+        "fits": None if left is None else left >= 0,
+        "left_bytes": left,
+        "peak_tflops": None if plan.dtype is None else cluster.peak_tflops(plan.dtype),
+    }
+
+
+def _told_on(cluster: Cluster, name: str | None, plan: Ledger) -> str:
+    """The same in words."""
+    data = _on(cluster, name, plan)
+    if data["fits"] is None:
+        fits = "whether the peak fits is unknown"
+    elif data["fits"]:
+        fits = f"the peak fits, {_size(data['left_bytes'], GIB)} GiB are left"
+    else:
+        fits = f"the peak does not fit, {_size(-data['left_bytes'], GIB)} GiB are missing"
+    lines = [f"a GPU of {name} has {_size(cluster.memory_bytes, GIB)} GiB: {fits}"]
+    if data["peak_tflops"] is not None:
+        lines.append(f"MFU is of {data['peak_tflops']:g} TFLOPS, its peak of products of {plan.dtype}")
+    return "\n".join(lines)
 
 
 def _draw(assembly: Assembly, picture: Path) -> int:
