@@ -183,7 +183,7 @@ def _all_of(file: IO[str]) -> str:
     return file.read()
 
 
-TIMED = ("time", "seconds", "tokens_per_s")
+TIMED = ("time", "seconds", "tokens_per_s", "model_tflops_per_gpu")
 """Metrics that differ between two runs of the same steps."""
 _LAST_BYTES = 1 << 14
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from attrs import frozen
@@ -18,12 +19,23 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError, SpecError, os_reason
 from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
+from moefw.planner import cluster as clusters
+from moefw.planner.cluster import Cluster
 from moefw.training.folder import cache_dir
 
 GIB = 2**30
 MIB = 2**20
 TERA = 10**12
-PHASES = {"forward": "forward", "recompute": "recompute", "backward": "backward", "once": "once a step"}
+GIGA = 10**9
+PHASES = {
+    "forward": "forward",
+    "recompute": "recompute",
+    "backward": "backward",
+    "once": "once a step",
+    "gradients": "sums of gradients, once a step",
+    "optimizer": "update, once a step",
+}
+ONCE = ("once", "gradients", "optimizer")
 PLANS = "plans"
 """The folder of ledgers in the cache."""
 EXPOSED = "recomputed, exposed"
@@ -43,11 +55,19 @@ class Sheet:
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1)
 @click.option("--world", type=click.IntRange(min=1), help="Ranks to lay out over; by default the smallest that fits.")
+@click.option("--cluster", metavar="NAME|FILE.yaml", help="Say whether the peak fits a GPU of this cluster.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
     "--picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the schedule of a step, instead."
 )
-def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool, picture: Path | None) -> int:
+def plan(
+    spec: str,
+    overrides: tuple[str, ...],
+    world: int | None,
+    cluster: str | None,
+    as_json: bool,
+    picture: Path | None,
+) -> int:
     """Predict the memory and the work of a rank that trains as SPEC says, without a GPU.
 
     Memory is told by category and by region; --json tells the work by region, too.
@@ -55,6 +75,7 @@ def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool
     Problems that `moefw check` would report are printed instead: exits with 2 then.
     """
     try:
+        gpus = None if cluster is None else clusters.read(cluster)
         assembly = specs.read(spec, overrides, world)
         if picture is not None:
             return _draw(assembly, picture)
@@ -66,10 +87,40 @@ def plan(spec: str, overrides: tuple[str, ...], world: int | None, as_json: bool
         click.echo(json.dumps({"ok": False, "problems": plain(error.problems)}))
         return 2
     if as_json:
-        click.echo(json.dumps({"ok": True, "problems": [], **planned.to_data()}))
+        on_cluster = {} if gpus is None else {"cluster": _on(gpus, cluster, planned)}
+        click.echo(json.dumps({"ok": True, "problems": [], **planned.to_data(), **on_cluster}))
         return 0
     show(planned)
+    if gpus is not None:
+        click.echo(f"\n{_told_on(gpus, cluster, planned)}")
     return 0
+
+
+def _on(cluster: Cluster, name: str | None, plan: Ledger) -> dict[str, Any]:
+    """What a plan is on a cluster: whether its peak fits a GPU, bytes left or missing, and the denominator of MFU."""
+    left = None if plan.peak_bytes is None else cluster.memory_bytes - plan.peak_bytes
+    return {
+        "name": name,
+        "memory_bytes": cluster.memory_bytes,
+        "fits": None if left is None else left >= 0,
+        "left_bytes": left,
+        "peak_tflops": None if plan.dtype is None else cluster.peak_tflops(plan.dtype),
+    }
+
+
+def _told_on(cluster: Cluster, name: str | None, plan: Ledger) -> str:
+    """The same in words."""
+    data = _on(cluster, name, plan)
+    if data["fits"] is None:
+        fits = "whether the peak fits is unknown"
+    elif data["fits"]:
+        fits = f"the peak fits, {_size(data['left_bytes'], GIB)} GiB are left"
+    else:
+        fits = f"the peak does not fit, {_size(-data['left_bytes'], GIB)} GiB are missing"
+    lines = [f"a GPU of {name} has {_size(cluster.memory_bytes, GIB)} GiB: {fits}"]
+    if data["peak_tflops"] is not None:
+        lines.append(f"MFU is of {data['peak_tflops']:g} TFLOPS, its peak of products of {plan.dtype}")
+    return "\n".join(lines)
 
 
 def _draw(assembly: Assembly, picture: Path) -> int:
@@ -95,6 +146,10 @@ def show(plan: Ledger) -> None:
     for sheet in sheets(plan):
         click.echo()
         print_table(console, sheet.head, sheet.rows)
+    if plan.flops_per_token is not None:
+        click.echo(f"\nthe model asks for {plan.flops_per_token / GIGA:.3f} GFLOP a token, in forward and backward")
+    for part in plan.modelled:
+        click.echo(f"modelled, as it cannot run here: {part}")
     if plan.unknown:
         click.echo(f"\nunknown here is what waits for backward, the peak, and the work: {plan.unknown}")
 
@@ -138,7 +193,7 @@ def sheets(plan: Ledger) -> list[Sheet]:
         category,
         Sheet("peak", (f"the peak is in {peak.place}", name), [(row, _size(n, unit)) for row, n in parts.items() if n]),
         Sheet("region", head, [*regions, total]),
-        *(sheet for sheet in (_work(plan), _sent(plan)) if sheet.rows),
+        *(sheet for sheet in (_work(plan), _sent(plan), _positions(plan, unit, name)) if sheet.rows),
     ]
 
 
@@ -160,6 +215,21 @@ def _work(plan: Ledger) -> Sheet:
     return Sheet("work", head, rows)
 
 
+def _positions(plan: Ledger, unit: int, name: str) -> Sheet:
+    """The positions of a pipeline, of which those that are alike are one row; no rows without one."""
+    rows = []
+    for position in plan.positions if plan.stages > 1 else ():
+        flops = Counter[str]()
+        for work in position.work:
+            flops[work.phase] += sum(work.layers * product.flops for product in work.products)
+        numbers = ", ".join(str(at + 1) for at in position.at)
+        told = (f"{flops[phase] / TERA:.3g}" for phase in ("forward", "recompute", "backward"))
+        peak = "unknown" if position.peak_bytes is None else _size(position.peak_bytes, unit)
+        rows.append((numbers, peak, *told))
+    head = ("position on pp", f"peak, {name}", "forward, TFLOP a micro-batch", "recompute", "backward")
+    return Sheet("positions", head, rows)
+
+
 def _sent(plan: Ledger) -> Sheet:
     links: dict[tuple[str, str, str], Counter[str]] = {}
     for work in plan.work:
@@ -167,7 +237,7 @@ def _sent(plan: Ledger) -> Sheet:
             times = work.layers * transfer.times
             counts = {"times": times, "node": times * transfer.node, "network": times * transfer.network}
             kind = transfer.kind
-            if work.phase == "once":
+            if work.phase in ONCE:
                 kind = f"{kind}, {PHASES[work.phase]}"
             elif work.phase == "recompute":
                 kind = f"{kind}, {EXPOSED}"

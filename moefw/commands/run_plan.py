@@ -38,11 +38,15 @@ PLANNED: Final = "planned"
 
 @contextmanager
 def planned_beside(assembly: Assembly) -> Iterator[None]:
-    """Let the plan of a rank's memory be written into the run's ledger, while the code inside runs.
+    """Let the plan of a rank's memory and work be written into the run's ledger, while the code inside runs.
 
-    If it is not ready in the end, or fails, the ledger says so. A run never fails for it.
+    The run reads its operations a token there. If it is not ready in the end, or fails, the ledger says so. A run never
+    fails for it.
     """
     told = json.dumps([kept_spec(assembly), assembly.layout.world]).encode() + b"\n"
+    if ledger_file.path_of(assembly).is_file():
+        with suppress(MoefwError, OSError):
+            ledger_file.write(assembly, predicted=None)  # of an earlier attempt, whose spec may have been another
     try:
         process = subprocess.Popen(
             python("-m", __name__), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -64,10 +64,23 @@ class Plugin:
         """
         return ()
 
+    def planned_as(self) -> Plugin:
+        """The part that a plan runs in its place, where this one cannot run: one that saves, multiplies and sends as
+        much on any machine. Itself: there is no other.
+        """
+        return self
+
 
 @frozen
 class AttentionPlugin(Plugin):
     """Declares attention: how a token reads the earlier tokens of its sequence."""
+
+    def reach_at(self, layer: int) -> int | None:
+        """How many earlier positions a token sees in a layer, numbered from 0. None: all.
+
+        Layers are planned as alike only where it is the same.
+        """
+        return None
 
     def build(self, context: BuildContext) -> Attention:
         """Attention of one layer, with its parameters."""

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from moefw.core.contracts import Named, Precision
 from moefw.core.records import Canonical
 from moefw.models.embedding import IGNORED
+from moefw.runtime.accounting import done_again
 from moefw.runtime.communication.gather import all_gather
 from moefw.runtime.compute.product import linear
 from moefw.runtime.compute.weights import WeightUse
@@ -102,7 +103,10 @@ class _Losses(torch.autograd.Function):
         minus_M = -grad_M.masked_fill(absent_M, 0.0)
         for rows in _chunks(len(x_MD), ctx.chunk):
             # The gradient of logits is softmax(z), less 1 at the label, each times the gradient of the row's loss.
-            grad_cv = (x_MD[rows] @ operand_vD.mT).float().sub_(log_sums_M[rows].unsqueeze(1)).exp_()
+            with done_again():
+                z_cv = x_MD[rows] @ operand_vD.mT
+            grad_cv = z_cv.float().sub_(log_sums_M[rows].unsqueeze(1)).exp_()
+            del z_cv
             grad_cv.mul_(grad_M[rows].unsqueeze(1))
             grad_cv.scatter_add_(1, own_M[rows].unsqueeze(1), minus_M[rows].unsqueeze(1))
             wgrad_operands = (grad_cv.to(x_MD.dtype), x_MD[rows])

@@ -1,9 +1,8 @@
-"""The layers that are run for a plan: up to three in a row of layers that are alike."""
+"""The layers that are run for a plan: up to three in a row of layers, or of blocks of layers, that are alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 from attrs import frozen
@@ -14,6 +13,8 @@ from moefw.runtime.phases import Phase
 from moefw.runtime.pipeline.stage import ModelStage
 from moefw.runtime.pipeline.timeline import most_in_flight
 
+RUN: Final = 3
+"""Blocks of layers that run of a row of equal ones."""
 MODULES: Final = ("attention", "mlp", "moe.experts", "moe.shared_expert")
 """The modules of a layer whose recipe depends on its number."""
 
@@ -56,32 +57,60 @@ def run_layers(assembly: Assembly, model: InPhases) -> list[RunLayer]:
     """
     layers: list[RunLayer] = []
     for model_stage in model.stages:
-        for _, alike in groupby(model_stage.stage.layers, key=lambda number: _kind(assembly, model, number)):
-            layers += _run_of_row([*alike])
+        numbers = model_stage.stage.layers
+        kinds = [_kind(assembly, model, number) for number in numbers]
+        layers += _run_of_stage(numbers, kinds)
     return layers
 
 
-def _run_of_row(numbers: list[int]) -> list[RunLayer]:
-    """Those that run of a row of layers that are alike: three at most. The middle one stands for the rest."""
-    if len(numbers) <= 3:
-        return [RunLayer(number) for number in numbers]
-    first, middle, *_, last = numbers
-    return [RunLayer(first), RunLayer(middle, more=len(numbers) - 3), RunLayer(last)]
+def _run_of_stage(numbers: Sequence[int], kinds: Sequence[Any]) -> Iterator[RunLayer]:
+    """Yield the layers that run of a stage.
+
+    Layers that are alike, or that alternate, such as those with a window and those without, are a row of equal blocks.
+    Of a long row, three blocks run: the first, one that stands for the rest, and the last.
+    """
+    at = 0
+    while at < len(numbers):
+        length, count = _row_of_blocks(kinds[at:])
+        middle = range(at + length, at + 2 * length)
+        last = range(at + (count - 1) * length, at + count * length)
+        if count <= RUN:
+            yield from (RunLayer(number) for number in numbers[at : last.stop])
+        else:
+            yield from (RunLayer(number) for number in numbers[at : middle.start])
+            yield from (RunLayer(numbers[index], more=count - RUN) for index in middle)
+            yield from (RunLayer(numbers[index]) for index in last)
+        at = last.stop
 
 
-def unlike_positions(assembly: Assembly, micro_batches: int) -> list[int]:
-    """Positions on pp to measure: of those with stages that are alike, the one with most in flight."""
+def _row_of_blocks(kinds: Sequence[Any]) -> tuple[int, int]:
+    """Length and number of the equal blocks with which kinds begin: the shortest of more than three, else one layer."""
+    for length in range(1, len(kinds) // (RUN + 1) + 1):
+        block = kinds[:length]
+        count = 1
+        while kinds[count * length : (count + 1) * length] == block:
+            count += 1
+        if count > RUN:
+            return length, count
+    return 1, 1
+
+
+def alike_positions(assembly: Assembly, micro_batches: int) -> Mapping[int, Sequence[int]]:
+    """Positions on pp to measure, each with those whose stages are like its own, itself included.
+
+    Of positions that are alike, the one with most in flight is measured.
+    """
     if len(assembly.stages) == 1:
-        return [0]
+        return {0: (0,)}
     order = assembly.order(micro_batches)
-    chosen: dict[str, int] = {}
+    by_kinds: dict[str, list[int]] = {}
     for position, stages in enumerate(assembly.stages):
         kinds = repr(
             [(stage.is_first, stage.is_last, [_facts(assembly, number) for number in stage.layers]) for stage in stages]
         )
-        if kinds not in chosen or most_in_flight(order[position]) > most_in_flight(order[chosen[kinds]]):
-            chosen[kinds] = position
-    return sorted(chosen.values())
+        by_kinds.setdefault(kinds, []).append(position)
+    chosen = {max(alike, key=lambda position: most_in_flight(order[position])): alike for alike in by_kinds.values()}
+    return {position: chosen[position] for position in sorted(chosen)}
 
 
 def _kind(assembly: Assembly, model: InPhases, number: int) -> Any:
@@ -92,12 +121,13 @@ def _kind(assembly: Assembly, model: InPhases, number: int) -> Any:
 def _facts(assembly: Assembly, number: int) -> Any:
     """Description of a layer by its spec, to be compared.
 
-    The facts of its MoE layer, the modules that its recipe keeps in high precision, and whether it predicts a token
-    further ahead. A recipe may count layers from the end, by a negative number.
+    The facts of its MoE layer, the modules that its recipe keeps in high precision, how far its attention reaches, and
+    whether it predicts a token further ahead. A recipe may count layers from the end, by a negative number.
     """
     layer = assembly.layers.get(number)
     names = [f"layers.{at}.{module}" for module in MODULES for at in (number, number - assembly.site.num_layers)]
     in_high_precision = tuple(assembly.parts.precision.keeps_high_precision(name) for name in names)
     num_further = getattr(assembly.parts.model, "mtp_layers", 0)
     predicts_further = number >= assembly.site.num_layers - num_further
-    return layer and repr(sorted(layer.facts.items())), in_high_precision, predicts_further
+    reach = assembly.parts.attention.reach_at(number)
+    return layer and repr(sorted(layer.facts.items())), in_high_precision, reach, predicts_further

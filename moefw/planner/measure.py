@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any, ClassVar, Final
 
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 from torch import nn
 
-from moefw.compose.assembly import Assembly
+from moefw.compose.assembly import Assembly, ChosenPlugins
 from moefw.compose.build import Shared, open_layout
 from moefw.compose.registry import Registry
 from moefw.core.context import BuildContext
@@ -19,10 +19,11 @@ from moefw.core.contracts import Layout, Precision
 from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPolicyPlugin, Plugin, PrecisionPlugin
 from moefw.core.records import Pass
-from moefw.planner.layers import unlike_positions
+from moefw.planner.gradient_sums import GradientSums
+from moefw.planner.layers import alike_positions
 from moefw.planner.micro_batch import BUFFERS, FP32, POOL, MicroBatch
 from moefw.planner.optimizer_states import measure_states
-from moefw.planner.report import Held, Ledger, Peak, RegionTotals
+from moefw.planner.report import Held, Ledger, Peak, Position, RegionTotals, model_flops
 from moefw.planner.usage import Usage
 from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
@@ -31,7 +32,6 @@ from moefw.recording.recorder import GATHERED, Recorder
 from moefw.runtime.compute.coded_share import Sharing
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.compute.weights import FORWARD, TRAINING
-from moefw.runtime.parallel.gradients import SMALL, Family, Gradients
 from moefw.runtime.pipeline.timeline import most_in_flight
 from moefw.runtime.pipeline.transfers import Receive
 
@@ -49,9 +49,22 @@ def measure(assembly: Assembly, micro_batches: int) -> Ledger:
     Routing is even. The ledger has no peak if a part raises MoefwError or RuntimeError, the errors of what is missing
     or needs values.
     """
-    positions = unlike_positions(assembly, micro_batches)
-    ledgers = [measure_at(assembly, micro_batches, position) for position in positions]
-    return max(ledgers, key=lambda ledger: (ledger.peak_bytes or 0, ledger.held.device))
+    alike = alike_positions(assembly, micro_batches)
+    ledgers = [measure_at(assembly, micro_batches, position) for position in alike]
+    positions = tuple(
+        Position(at=tuple(at), peak_bytes=ledger.peak_bytes, work=ledger.work)
+        for ledger, at in zip(ledgers, alike.values(), strict=True)
+    )
+    worst = max(ledgers, key=lambda ledger: (ledger.peak_bytes or 0, ledger.held.device))
+    flops = None if any(ledger.unknown for ledger in ledgers) else _flops_per_token(assembly, positions, worst)
+    return evolve(worst, positions=positions, flops_per_token=flops)
+
+
+def _flops_per_token(assembly: Assembly, positions: Sequence[Position], ledger: Ledger) -> float:
+    """Operations that the model asks for, of all ranks, over the tokens of their micro-batches."""
+    ranks_at_each = ledger.world // ledger.stages
+    flops = sum(len(position.at) * ranks_at_each * model_flops(position.work) for position in positions)
+    return flops / (ledger.tokens * assembly.layout.sizes.get("dp", 1))
 
 
 def try_to_build(assembly: Assembly) -> str:
@@ -69,12 +82,26 @@ def try_to_build(assembly: Assembly) -> str:
 
 
 def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
-    """Ledger of a rank at a position on pp, for steps of ``count`` micro-batches."""
+    """Ledger of a rank at a position on pp, for steps of ``count`` micro-batches.
+
+    Where a part cannot run on this machine, what it says that it is planned as runs in its place.
+    """
     try:
         ledger = _ledger(assembly, count, position)
     except (MoefwError, RuntimeError) as error:
         held = _held(_that_builds(assembly), count, position)
-        return evolve(held, unknown=str(error))
+        unknown = evolve(held, unknown=str(error))
+        stand_ins = _stand_ins(assembly)
+        if not stand_ins:
+            return unknown
+        parts: Any = stand_ins  # each is of the kind of the part that names it
+        assembly = evolve(assembly, parts=evolve(assembly.parts, **parts))
+        try:
+            ledger = _ledger(assembly, count, position)
+        except (MoefwError, RuntimeError):
+            return unknown
+        modelled = tuple(f"{section}: measured as {part!r}" for section, part in stand_ins.items())
+        ledger = evolve(ledger, modelled=modelled)
     if not assembly.parts.memory:
         rows = tuple(evolve(row, without_policies=row.saved) for row in ledger.regions)
         return evolve(ledger, regions=rows)
@@ -82,6 +109,13 @@ def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
     with _recorded(without_policies, 1, position, gradients=False) as (batch, _, _):
         batch.forward()
         return evolve(ledger, regions=_with_bytes_without_policies(ledger.regions, _regions(batch)))
+
+
+def _stand_ins(assembly: Assembly) -> dict[str, Plugin]:
+    """Parts that are planned as another one, by their place in an assembly, each with that other one."""
+    names = [field.name for field in fields(ChosenPlugins) if isinstance(getattr(assembly.parts, field.name), Plugin)]
+    parts = {name: getattr(assembly.parts, name) for name in names}
+    return {name: part.planned_as() for name, part in parts.items() if part.planned_as() != part}
 
 
 def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
@@ -159,7 +193,7 @@ def _recorded(
 
 
 def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> Ledger:
-    """Ledger with what the rank holds all the time. Builds an optimizer and makes a step with it."""
+    """Ledger with what the rank holds all the time. Builds an optimizer, makes a step with it, and notes its work."""
     train = batch.assembly.spec.train
     model = batch.model
     tokens = train.micro_batch * train.seq_len
@@ -173,7 +207,8 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
     # A master is fp32, in whichever dtype it is gathered. A frozen parameter has none.
     masters = {parameter: FP32 * count for parameter, count in elements.items() if parameter.requires_grad}
     frozen = sum(_frozen_bytes(batch, parameter) for parameter in elements.keys() - masters.keys())
-    summed_together = sum(_summed_together(family, layout, masters) for family in Gradients(model, layout).families)
+    sums = GradientSums(batch, layout)
+    sums.note()
     # The update needs the gradients of what this rank stores, in fp32, where micro-batches add up in another dtype or
     # in whole parameters. Gradients are added up over ranks before the optimizer allocates, so only the larger counts.
     gradients_for_update = sum(masters.values()) - batch.main_gradients()
@@ -184,7 +219,7 @@ def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) ->
         buffers=buffers,
         batch=copies_of_batch * (count * bytes_per_token * tokens + INT64 * train.micro_batch),
         host=states.host,
-        step_passing=max(states.passing, summed_together) + gradients_for_update,
+        step_passing=max(states.passing, sums.buffers) + gradients_for_update,
     )
     return Ledger(
         world=layout.plan.world,
@@ -202,13 +237,6 @@ def _frozen_bytes(batch: MicroBatch, parameter: nn.Parameter) -> int:
     if not isinstance(parameter, CodedWeight):
         return parameter.itemsize * prod(batch.stored(parameter))
     return Sharing(parameter.format, parameter.shape, batch.num_sharing(parameter)).bytes_of_share
-
-
-def _summed_together(family: Family, layout: Layout, masters: Mapping[nn.Parameter, int]) -> int:
-    """Bytes of the buffer in which the small gradients of a family are added up over ranks; 0 if on one rank."""
-    if layout.size(*family.summed_over) == 1:
-        return 0
-    return sum(masters[parameter] for parameter in family.parameters if masters[parameter] <= SMALL * FP32)
 
 
 def _labelled(batch: MicroBatch, kind: str) -> int:

@@ -316,14 +316,16 @@ class MicroBatch:
 
     def main_gradients(self) -> int:
         """Bytes of all gradients between micro-batches."""
+        trained = (each for each in self.model.parameters() if each.requires_grad)
+        return sum(prod(self._summed(parameter)) * self.summed_in(parameter).itemsize for parameter in trained)
+
+    def summed_in(self, parameter: nn.Parameter) -> torch.dtype:
+        """Dtype in which micro-batches add up the gradient of a parameter.
+
+        ``train.main_gradients`` is that of matrices that FSDP does not shard; all others add up in fp32.
+        """
         shards = {} if self.sharding is None else self.sharding.shards
-        nbytes = 0
-        for parameter in (each for each in self.model.parameters() if each.requires_grad):
-            # ``train.main_gradients`` is the dtype of matrices that FSDP does not shard; all others add up in fp32.
-            in_fp32 = parameter in shards or parameter.dim() < 2
-            itemsize = FP32 if in_fp32 else self._main_dtype.itemsize
-            nbytes += prod(self._summed(parameter)) * itemsize
-        return nbytes
+        return torch.float32 if parameter in shards or parameter.dim() < 2 else self._main_dtype
 
     def _summed(self, parameter: nn.Parameter) -> Sequence[int]:
         """Shape in which micro-batches add up the gradient of a parameter."""

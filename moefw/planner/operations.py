@@ -1,32 +1,39 @@
 """The operators of a recorded micro-batch: matrix products, bytes of all others, collectives.
 
-They are those of the backends that run here: an emulated recipe has the products and casts of its emulation.
+They are those that the parts mean, on a GPU. Where this machine has no kernel, or only emulates a format, what runs in
+its place is not what counts (:mod:`moefw.runtime.accounting`, :mod:`moefw_kernels.in_place`): codes are multiplied as
+codes, a block of operators in the place of a kernel is one, heads have their own widths, and rows that only fill up
+groups or a budget are no rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-from attrs import Factory, define, evolve
+from attrs import Factory, define, evolve, frozen
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from moefw.core.contracts import Layout
-from moefw.planner.report import Product, Transfer, Work
+from moefw.core.stages import ExpertBatch
+from moefw.planner.report import AGAIN, Product, Transfer, Work
 from moefw.recording.collectives import WAIT, collective_of
 from moefw.recording.patches import Mode, holds_dtensor
 from moefw.recording.places import Place
-from moefw.recording.recorder import WEIGHTS, Recorder
+from moefw.recording.recorder import WEIGHTS, Life, Recorder
 from moefw.recording.tensors import tensors_in
-from moefw.runtime.accounting import account
+from moefw.runtime.accounting import Codes, Core, account
 from moefw.runtime.parallel.holders import STAGE
 from moefw.runtime.parallel.meshes import COPIES
+from moefw_kernels.in_place import Launch, launch
 
 aten = torch.ops.aten
 _FIRST_FACTOR: Final[Mapping[Any, int]] = {
@@ -36,6 +43,8 @@ _FIRST_FACTOR: Final[Mapping[Any, int]] = {
 """Operators that multiply two matrices, or groups of them, and the position of the first one."""
 _ATTENTION: Final = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD: Final = aten._scaled_dot_product_flash_attention_for_cpu_backward
+_EXPERTS: Final = "experts"
+"""The region whose function is given the rows of experts."""
 _UNWRITTEN: Final = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
 _INTO_THE_GATHERED: Final = "fsdp::all_gather_copy_in"
 """Writes of its output, which has room for all ranks, only the place of this rank."""
@@ -53,6 +62,38 @@ class _Done:
     nbytes: int = 0
 
 
+@frozen
+class _Rows:
+    """Rows of the experts of a layer: of a static budget or not, in groups that may be filled up.
+
+    ``held``: as many as the tensor has. ``sizes``: of the groups, filled up. ``counts``: of valid rows in each.
+    """
+
+    held: int
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def valid(self, rows: int) -> int:
+        """Valid rows of a product of so many: of all groups, or of one. Groups of one size count their mean."""
+        if rows in (self.held, sum(self.sizes)):
+            return sum(self.counts)
+        of_groups = [count for size, count in zip(self.sizes, self.counts, strict=True) if size == rows]
+        return round(sum(of_groups) / len(of_groups)) if of_groups else rows
+
+
+@define
+class _Kernel:
+    """Operators that run in the place of one kernel, so far. ``read``, ``written``: bytes of storages from outside."""
+
+    launch: Launch
+    done: _Done
+    read: dict[Life, int] = Factory(dict)
+    written: dict[Life, int] = Factory(dict)
+    made: set[Life] = Factory(set)
+    of_weights: bool = True
+    """Whether all matrices that they read were computed from weights."""
+
+
 @final
 class Operations(Mode):
     """Dispatch mode that notes the operators of a model by layer, region and pass, in forward and backward.
@@ -68,6 +109,18 @@ class Operations(Mode):
         """The two sizes of each matrix among the weights, in either order: a gradient may come transposed."""
         self._fake = active_fake_mode()
         self._done: dict[tuple[Place, str], _Done] = {}
+        self._kernel: _Kernel | None = None
+        """The kernel in whose place operators ran last."""
+        self._of_weights: set[Life] = set()
+        """Storages that such operators made of weights alone, or that stand for codes of weights."""
+        self._codes: dict[Life, torch.dtype] = {}
+        """The dtype of the codes for which a storage stands."""
+        self._products_of_codes: set[Life] = set()
+        """Results of products of such storages. A GPU writes them in the dtype to which they are cast here."""
+        self._rows: dict[int, _Rows] = {}
+        """Rows of the experts of each layer."""
+        self._regions_of_experts = {_EXPERTS}
+        recorder.places.entered = self._entered
 
     def learn_weights(self, model: nn.Module) -> None:
         """Remember the shapes of the model's weights."""
@@ -81,34 +134,118 @@ class Operations(Mode):
         result = func(*args, **kwargs)
         if func.is_view or func.namespace == "prim" or active_fake_mode() is not self._fake:
             return result  # in another fake mode, DTensor computes shapes
+        now = launch()
+        if self._kernel is not None and self._kernel.launch is not now:
+            self._end_kernel(self._kernel)
+        codes = account().stands_for
+        if codes is not None:
+            self._note_form(codes, result)
+        elif now is not None:
+            self._note_in_kernel(now, func, args, kwargs, result)
+        else:
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note an operator that runs for itself."""
         operator = func.overloadpacket
         if operator in _FIRST_FACTOR:
             first = _FIRST_FACTOR[operator]
             self._multiplied(operator, args[first], args[first + 1], result)
         elif operator is torch.ops.moefw.add_wgrad:
             main, grad_RO, x_RI = args[:3]
-            shape = grad_RO.shape[-1], x_RI.shape[-1], len(x_RI)
-            self._product(operator, grad_RO, shape, groups=prod(main.shape[:-2]), during="wgrad")
+            shape = grad_RO.shape[-1], x_RI.shape[-1], self._valid(len(x_RI))
+            self._product(operator, self._dtype(grad_RO), shape, groups=prod(main.shape[:-2]), during="wgrad")
         elif operator is _ATTENTION:
-            query, key, value = args[:3]
+            core = account().core or _core(*args[:3], is_causal=_argument(func, args, kwargs, "is_causal"))
             # Scores are a product over the width of keys; the result is one over as many values.
-            self._attended(operator, query, key, value, num_of_query_width=1, num_of_value_width=1)
+            self._attended(operator, args[0], core, core.key_width + core.value_width, during="fprop")
         elif operator is _ATTENTION_BACKWARD:
-            query, key, value = args[1:4]
-            # Scores once more, and gradients of queries and keys; gradients of probabilities and of values.
-            self._attended(operator, query, key, value, num_of_query_width=3, num_of_value_width=2)
+            core = account().core or _core(*args[1:4], is_causal=_argument(func, args, kwargs, "is_causal"))
+            # Gradients of queries and of keys, of values and of probabilities; and the scores of forward once more.
+            self._attended(operator, args[1], core, 2 * (core.key_width + core.value_width), during="dgrad")
+            self._attended(operator, args[1], core, core.key_width, during=AGAIN)
         elif func.namespace in ("c10d", "_c10d_functional"):
             if func is not WAIT:
                 self._launched(func, args, kwargs)
+        elif operator is aten._to_copy and not self._products_of_codes.isdisjoint(self.recorder.of(args[:1])):
+            pass  # the product writes it
         elif operator not in _UNWRITTEN:
             self.moved(_moved(func, args, kwargs, result))
-        return result
+
+    def _note_form(self, codes: Codes, result: Any) -> None:
+        """Note a tensor that is another form of codes."""
+        of_weights = self._is_of_weights(codes.tensor)
+        for life in self.recorder.of(tensors_in(result)):
+            self._codes[life] = codes.dtype
+            if of_weights:
+                self._of_weights.add(life)
+
+    def _note_in_kernel(self, now: Launch, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note an operator that runs in the place of a kernel."""
+        if self._kernel is None:
+            self._kernel = _Kernel(now, self._done_here())
+        kernel = self._kernel
+        for tensor in tensors_in((args, kwargs)):
+            for life in self.recorder.of([tensor]):
+                if life in kernel.made:
+                    continue
+                kernel.read[life] = max(_nbytes(tensor), kernel.read.get(life, 0))
+                if tensor.dim():  # constants are scalars
+                    kernel.of_weights &= self._is_of_weights(tensor)
+        for tensor in _changed(func, args, kwargs):
+            for life in self.recorder.of([tensor]):
+                if life not in kernel.made:
+                    kernel.written[life] = max(_nbytes(tensor), kernel.written.get(life, 0))
+        kernel.made.update(life for life in self.recorder.of(tensors_in(result)) if life not in kernel.read)
+
+    def _end_kernel(self, kernel: _Kernel) -> None:
+        """Count the operators that ran in the place of a kernel as one."""
+        self._kernel = None
+        left = [life for life in kernel.made if life.alive(self.recorder.now)]
+        if kernel.of_weights and kernel.read:
+            self._of_weights.update(left)
+        kernel.done.operators += 1
+        kernel.done.nbytes += sum(kernel.read.values()) + sum(kernel.written.values())
+        kernel.done.nbytes += sum(life.nbytes for life in left)
+
+    def _entered(self, place: Place, around: Sequence[Place], args: tuple[Any, ...]) -> None:
+        """Learn the rows of a layer's experts, and which regions are inside of them."""
+        if any(outer.region == _EXPERTS for outer in around):
+            self._regions_of_experts.add(place.region)
+        if place.region != _EXPERTS or place.layer is None or not args or not isinstance(args[0], ExpertBatch):
+            return
+        batch = args[0]
+        if isinstance(batch.counts_e, FakeTensor) or isinstance(batch.offsets_e, FakeTensor):
+            return  # they depend on values, and here there are none
+        with _disable_current_modes():
+            ends = batch.offsets_e.tolist()
+            counts = tuple(batch.counts_e.tolist())
+        sizes = tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
+        self._rows[place.layer] = _Rows(len(batch.rows_RD), sizes, counts)
+
+    def _valid(self, rows: int) -> int:
+        """Valid rows of a product here of so many rows."""
+        place = self.recorder.places.here
+        if place.layer not in self._rows or place.region not in self._regions_of_experts:
+            return rows
+        return self._rows[place.layer].valid(rows)
 
     def moved(self, nbytes: int) -> None:
         """Note one operator that reads and writes so many bytes."""
         done = self._done_here()
         done.operators += 1
         done.nbytes += nbytes
+
+    @contextmanager
+    def grown(self, times: float) -> Iterator[None]:
+        """Note the operators of this block with so many times the bytes that they read and write."""
+        before = {key: done.nbytes for key, done in self._done.items()}
+        with self:
+            yield
+        for key, done in self._done.items():
+            known = before.get(key, 0)
+            done.nbytes = known + round(times * (done.nbytes - known))
 
     def _done_here(self) -> _Done:
         """Record of the running place and phase."""
@@ -128,41 +265,56 @@ class Operations(Mode):
         """
         batch = prod(a.shape[:-2])
         groups = max(batch, prod(b.shape[:-2]), prod(result.shape[:-2]))
-        of_weights = any(life.of_weights or life.kind in WEIGHTS for life in self.recorder.of([a, b]))
+        of_weights = self._is_of_weights(a) or self._is_of_weights(b)
         if not self.recorder.places.in_backward:
             during = "fprop"
         elif not of_weights and frozenset(result.shape[-2:]) in self._weights:
             during = "wgrad"
         else:
             during = "dgrad"
-        shape = (batch * a.shape[-2], b.shape[-1], a.shape[-1])
-        self._product(operator, a, shape, groups=groups, during=during)
+        rows = batch * a.shape[-2]
+        summed = a.shape[-1]
+        if during == "wgrad":
+            summed = self._valid(summed)
+        else:
+            rows = self._valid(rows)
+        if any(life in self._codes for life in self.recorder.of([a])):
+            self._products_of_codes.update(self.recorder.of([result]))
+        if account().done_again:
+            during = AGAIN
+        self._product(operator, self._dtype(a), (rows, b.shape[-1], summed), groups=groups, during=during)
 
-    def _attended(
-        self,
-        operator: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        num_of_query_width: int,
-        num_of_value_width: int,
-    ) -> None:
-        """Note attention's core: so many products over the width of queries and keys, and over that of values."""
-        width = num_of_query_width * query.shape[-1] + num_of_value_width * value.shape[-1]
-        shape = prod(query.shape[:-1]), key.shape[-2], width
-        during = "fprop" if operator is _ATTENTION else "dgrad"
-        self._product(operator, query, shape, groups=prod(query.shape[:-2]), during=during)
+    def _is_of_weights(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed from weights alone, or stands for codes that were."""
+        lives = self.recorder.of([tensor])
+        return any(life.of_weights or life.kind in WEIGHTS or life in self._of_weights for life in lives)
+
+    def _dtype(self, operand: Tensor) -> torch.dtype:
+        """Dtype of an operand, or of the codes that it stands for."""
+        return next((self._codes[life] for life in self.recorder.of([operand]) if life in self._codes), operand.dtype)
+
+    def _attended(self, operator: Any, query: Tensor, core: Core, width: int, *, during: str) -> None:
+        """Note products of an attention core that together sum over ``width``."""
+        shape = core.queries, core.keys, width
+        self._product(operator, query.dtype, shape, groups=core.heads, during=during, scores=core.num_seen())
 
     def _product(
-        self, operator: Any, operand: Tensor, shape: tuple[int, int, int], *, groups: int, during: str
+        self,
+        operator: Any,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int],
+        *,
+        groups: int,
+        during: str,
+        scores: int | None = None,
     ) -> None:
         product = Product(
             operator=str(operator).removeprefix("aten."),
-            dtype=str(operand.dtype).removeprefix("torch."),
+            dtype=str(dtype).removeprefix("torch."),
             shape=shape,
             groups=groups,
             during=during,
+            scores=scores,
         )
         self._done_here().products[product] += 1
 
@@ -206,6 +358,8 @@ class Operations(Mode):
 
     def work(self, layers: Mapping[int | None, int]) -> Iterator[Work]:
         """Yield what was done in each place. ``layers``: the number of layers that each layer stands for."""
+        if self._kernel is not None:
+            self._end_kernel(self._kernel)
         for (place, phase), done in self._done.items():
             yield Work(
                 layer=place.layer,
@@ -223,11 +377,48 @@ def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Bytes that an operator reads and writes. A tensor that changes in place is both."""
     if func.name() == _INTO_THE_GATHERED:
         return 2 * sum(map(_nbytes, args[0]))
-    written = None if "out" in kwargs else result
+    written = [*tensors_in(result)]
+    if "out" in kwargs or func.overloadpacket is aten._foreach_copy_:
+        written = []  # it is among the arguments, and not read
+    elif not written:
+        written = [*_changed(func, args, kwargs)]  # an operator on lists in place returns nothing
     nbytes = sum(map(_nbytes, tensors_in((args, kwargs, written))))
     if func.overloadpacket in _LOOKUPS:
         return nbytes - _nbytes(args[0]) + _nbytes(result)
     return nbytes
+
+
+def _core(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Core:
+    """Attention core of an operator that was called by itself. Of its mask only whether it is causal is known."""
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    num_seen = queries * (queries + 1) // 2 if is_causal else queries * keys
+    return Core(
+        queries=batch * heads * queries,
+        keys=keys,
+        heads=batch * heads,
+        key_width=width,
+        value_width=value.shape[-1],
+        num_seen=lambda: batch * heads * num_seen,
+    )
+
+
+def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Value of an argument of an operator, or its default."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == name:
+            return value
+    default = next(argument.default_value for argument in func._schema.arguments if argument.name == name)
+    return kwargs.get(name, default)
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operator changes in place."""
+    for index, argument in enumerate(func._schema.arguments):
+        is_changed = argument.alias_info is not None and argument.alias_info.is_write
+        # Fused optimizers change gradients only where they undo the scale of a loss.
+        if is_changed and argument.name != "grads":
+            yield from tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
 
 
 def _nbytes(tensor: Tensor) -> int:

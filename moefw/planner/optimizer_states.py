@@ -1,4 +1,4 @@
-"""Memory of the optimizer, measured: it is built for the parameters of the layers that run, and makes one step."""
+"""The optimizer, measured: it is built for the parameters of the layers that run, and makes two steps."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     parameters that its own one stands for. ``passing``: the maximum, over all moments from before the build to the end
     of the step, of the bytes in use that were allocated since and are free at the end. It is not multiplied by the
     layers that a parameter stands for.
+
+    A second step, which finds states, is noted as work of the phase ``optimizer``, and the norm of gradients as work of
+    ``gradients``. It has as many operators as one over all parameters, if these take lists; what it reads and writes
+    grows with the elements of those that did not run.
     """
     recorder = batch.recorder
     num_alike = _num_alike(batch)
@@ -55,6 +59,18 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
         for parameter in copies:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+    passing = _most_temporary(batch, before)
+    elements = sum(copy_count * parameter.numel() for parameter, copy_count in copies.items())
+    elements_run = sum(parameter.numel() for parameter in copies)
+    growth = elements / max(1, elements_run)
+    gradients = [parameter.grad for parameter in copies if parameter.grad is not None]
+    with recorder.places.phase("gradients"), batch.operations.grown(growth):
+        if gradients:
+            torch._foreach_norm(gradients)
+    with recorder.places.phase("optimizer"), batch.operations.grown(growth):
+        if gradients and assembly.spec.train.clip_norm is not None:
+            torch._foreach_mul_(gradients, 1.0)
+        optimizer.step()
     device_bytes = 0
     host_bytes = 0
     for parameter, copy_count in copies.items():
@@ -65,7 +81,7 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
                 host_bytes += copy_count * state.nbytes
             else:
                 device_bytes += copy_count * state.nbytes
-    return States(device=device_bytes, host=host_bytes, passing=_most_temporary(batch, before))
+    return States(device=device_bytes, host=host_bytes, passing=passing)
 
 
 def _num_alike(batch: MicroBatch) -> dict[nn.Parameter, int]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import prod
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from attrs import asdict, fields, frozen
 
 COLUMNS: Final = ("without_policies", "saved", "offloaded", "stashed")
+AGAIN: Final = "again"
+"""What a product is for that backward computes once more, although no policy asks for it: attention's scores."""
+MODEL_PHASES: Final = ("forward", "backward")
+ROUTER: Final = "router"
 
 
 @frozen(kw_only=True)
@@ -72,8 +76,9 @@ class Peak:
 class Product:
     """``times`` products of matrices, or of ``groups`` of them: (m, k) with (k, n), ``shape`` (m, n, k).
 
-    m is the sum over the groups; for a gradient of grouped weights, k is. ``during``: ``fprop``, ``dgrad`` or
-    ``wgrad``. Attention's core is one product per head: n is the length of the keys, k the sum of the widths.
+    m is the sum over the groups, of valid rows; for a gradient of grouped weights, k is. ``dtype``: of the operands.
+    ``during``: ``fprop``, ``dgrad`` or ``wgrad``, or ``again``. Attention's core is one product per head: n is the
+    length of the keys, k the sum of the widths, and ``scores`` is how many of all m n scores the mask shows.
     """
 
     operator: str
@@ -82,11 +87,14 @@ class Product:
     groups: int
     during: str
     times: int = 1
+    scores: int | None = None
 
     @property
     def flops(self) -> int:
-        """The floating-point operations of all: 2 m n k each. Attention counts in full, also where it is causal."""
-        return 2 * prod(self.shape) * self.times
+        """The floating-point operations of all: 2 m n k each, or 2 k for each score that attention's mask shows."""
+        rows, columns, summed = self.shape
+        results = rows * columns if self.scores is None else self.scores
+        return 2 * results * summed * self.times
 
 
 @frozen
@@ -109,7 +117,8 @@ class Transfer:
 class Work:
     """What a micro-batch does in a region of one layer, which stands for ``layers``; None: outside of layers.
 
-    ``phase``: ``forward``, ``backward``, ``recompute``, or ``once``: done once a step, for all its micro-batches.
+    ``phase``: ``forward``, ``backward``, ``recompute``; or done once a step, for all its micro-batches: ``once`` in
+    one of them, ``gradients``, their sums over ranks and their norm, and ``optimizer``, clipping and the update.
     ``operators``: all others, with the bytes that they read and write, each by itself.
     """
 
@@ -123,6 +132,27 @@ class Work:
     nbytes: int
 
 
+def model_flops(work: Iterable[Work]) -> int:
+    """Operations that the model asks for in a micro-batch, as MFU counts them: products, but none twice and no router.
+
+    What backward computes again does not count, whoever asks for it. Megatron leaves the router out, too
+    (``num_floating_point_operations`` in ``megatron/training/training.py``), and counts attention's causal half.
+    """
+    asked = (each for each in work if each.phase in MODEL_PHASES and each.region != ROUTER)
+    return sum(each.layers * product.flops for each in asked for product in each.products if product.during != AGAIN)
+
+
+@frozen(kw_only=True)
+class Position:
+    """Positions on pp whose stages are alike: ``at``, counted from 0, the peak of the one that needs most memory, and
+    the work of each. ``peak_bytes`` None: unknown.
+    """
+
+    at: tuple[int, ...]
+    peak_bytes: int | None
+    work: tuple[Work, ...]
+
+
 @frozen(kw_only=True)
 class Ledger:
     """The memory of one rank in bytes, and its work. All ranks of a pipeline's stage are alike.
@@ -130,7 +160,9 @@ class Ledger:
     ``stages`` and ``position``: the size of pp, and the rank's position on it, one that needs most memory.
     ``in_flight``: the most forwards of stages whose backward has not run; regions are of one micro-batch.
     ``pools``: bytes that policies keep from step to step. ``peak`` is None if a part cannot run on this machine;
-    ``unknown`` is the reason, and only ``held`` is known.
+    ``unknown`` is the reason, and only ``held`` is known. ``positions``: all of pp. ``flops_per_token``: what the model
+    asks for, :func:`model_flops` of all ranks; None: unknown. ``modelled``: the parts that cannot run here, each with
+    that which was measured in its place.
     """
 
     world: int
@@ -145,11 +177,24 @@ class Ledger:
     pools: int = 0
     peak: Peak | None = None
     unknown: str = ""
+    positions: tuple[Position, ...] = ()
+    flops_per_token: float | None = None
+    modelled: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int | None:
         """The most that the rank holds at a time: ``held`` on the device, ``pools`` and ``peak``; None: unknown."""
         return None if self.peak is None else self.held.device + self.pools + self.peak.total
+
+    @property
+    def dtype(self) -> str | None:
+        """Dtype of the operands in which most operations of the model are done; None: unknown."""
+        flops: Counter[str] = Counter()
+        for position in self.positions:
+            for each in (work for work in position.work if work.phase in MODEL_PHASES):
+                for product in each.products:
+                    flops[product.dtype] += len(position.at) * each.layers * product.flops
+        return max(flops, key=flops.__getitem__) if flops else None
 
     @property
     def ranks(self) -> str:
@@ -167,7 +212,7 @@ class Ledger:
 
     def to_data(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self), "totals": self.totals, "peak_bytes": self.peak_bytes}
+        return {**asdict(self), "totals": self.totals, "peak_bytes": self.peak_bytes, "dtype": self.dtype}
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Ledger:
@@ -177,7 +222,14 @@ class Ledger:
         values["peak"] = None if data["peak"] is None else Peak(**data["peak"])
         values["regions"] = tuple(RegionTotals(**row) for row in data["regions"])
         values["work"] = tuple(_work_of(row) for row in data["work"])
+        values["modelled"] = tuple(data["modelled"])
+        values["positions"] = tuple(_position_of(row) for row in data["positions"])
         return cls(**values)
+
+
+def _position_of(data: Mapping[str, Any]) -> Position:
+    work = tuple(_work_of(row) for row in data["work"])
+    return Position(at=tuple(data["at"]), peak_bytes=data["peak_bytes"], work=work)
 
 
 def _work_of(data: Mapping[str, Any]) -> Work:

@@ -7,7 +7,7 @@ created, so the number of the running node tells between which two borders of re
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, final
 
@@ -38,6 +38,8 @@ class Place:
 
 Seen = Callable[[Tensor, Place], None]
 """Called with a tensor and the place where it was seen."""
+Entered = Callable[["Place", Sequence["Place"], tuple[Any, ...]], None]
+"""Called with a place, the places around it, the innermost last, and the arguments of its region's function."""
 
 
 @final
@@ -51,6 +53,8 @@ class Places:
     def __init__(self, *, saved: Seen, policy_input: Seen) -> None:
         self._saved = saved
         self._policy_input = policy_input
+        self.entered: Entered | None = None
+        """Called before the function of a region runs in forward; None: nothing asks for it."""
         self._phase = _BUILD
         self._inside: list[Place] = []
         """The regions that are entered now, the innermost last."""
@@ -125,6 +129,8 @@ class Places:
         """Function, wrapped so that it runs in a place."""
 
         def inside(*args: Any, **kwargs: Any) -> Any:
+            if self.entered is not None and self._phase == "forward":
+                self.entered(place, self._inside, args)
             self._inside.append(place)
             self._add_border()
             try:

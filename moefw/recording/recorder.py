@@ -34,6 +34,8 @@ OPERANDS: Final = "operands"
 """Operands of weights that the micro-batches of a step share."""
 WEIGHTS: Final = (PARAMETERS, GATHERED)
 """Kinds of storages that hold parameters."""
+NUMBER: Final = 8
+"""Most bytes of a single number, such as a constant or a scale, which does not say of what a result is a copy."""
 META: Final = torch.device("meta")
 _DEVICE: Final = torch.ops.prim.device.default
 Storage = torch.UntypedStorage
@@ -172,7 +174,7 @@ class Recorder(Mode):
 
     def _life_of_result(self, storage: Storage, tensor: Tensor, func: Any, arguments: Any) -> Life | None:
         name = f"{func} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        sources = [*self.of(tensors_in(arguments))]
+        sources = [life for life in self.of(tensors_in(arguments)) if life.nbytes > NUMBER]
         of_weights = bool(sources) and all(life.of_weights or life.kind in WEIGHTS for life in sources)
         return self._begin(storage, name, of_weights=of_weights)
 

@@ -1,6 +1,6 @@
 """How a recorder counts the memory and the work of a block: the other context variable of the runtime.
 
-Nothing that is computed depends on it. The planner and ``train --ledger`` record operators and storages; three facts
+Nothing that is computed depends on it. The planner and ``train --ledger`` record operators and storages; some facts
 about them show in no operator, so the code that knows them marks a block:
 
 ================================  ==================================================================================
@@ -9,6 +9,9 @@ block                             meaning
 :func:`in_host_memory`            tensors lie in host memory, although the recorded device is a CPU, too
 :func:`made_for_step`             tensors are operands of weights, which live for a step; the work is done once in it
 :func:`done_for_step`             the work is done once in a step; tensors are temporary
+:func:`done_again`                products are those of forward once more: the model does not ask for them
+:func:`standing_for`              tensors are another form of codes, which a GPU multiplies as they are
+:func:`attending`                 the kernel of an attention core runs, perhaps on heads that are filled up
 ================================  ==================================================================================
 
 The context variable that forward reads is :mod:`moefw.runtime.forward_context`.
@@ -16,13 +19,38 @@ The context variable that forward reads is :mod:`moefw.runtime.forward_context`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from attrs import evolve, frozen
+from torch import Tensor
 from torch._guards import active_fake_mode
+
+
+@frozen(eq=False)
+class Codes:
+    """Codes of a tensor, and the dtype in which a GPU multiplies them."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+
+
+@frozen(eq=False)
+class Core:
+    """An attention core: ``queries`` of all heads and sequences, ``keys`` of each, and the true widths of heads.
+
+    ``num_seen`` returns the number of scores, of all queries, that the mask shows.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+    key_width: int
+    value_width: int
+    num_seen: Callable[[], int]
 
 
 @frozen
@@ -35,6 +63,12 @@ class Account:
     """Whether tensors that are created now are operands that the micro-batches of a step share."""
     done_for_step: bool = False
     """Whether work is done once for all micro-batches of a step."""
+    done_again: bool = False
+    """Whether products are computed a second time, although no memory policy asks for it."""
+    stands_for: Codes | None = None
+    """The codes of which tensors that are created now are another form."""
+    core: Core | None = None
+    """The attention core whose kernel runs now."""
 
 
 _account: ContextVar[Account] = ContextVar("account", default=Account())  # noqa: B039
@@ -67,6 +101,24 @@ def made_for_step() -> AbstractContextManager[None]:
 def done_for_step() -> AbstractContextManager[None]:
     """Block whose work is done once a step, and whose tensors are temporary."""
     return _counted(done_for_step=True)
+
+
+def done_again() -> AbstractContextManager[None]:
+    """Block whose products are those of forward once more: backward computes them instead of saving their results."""
+    return _counted(done_again=True)
+
+
+def standing_for(codes: Tensor, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Block that makes another form of ``codes``, which a GPU multiplies as they are, in ``dtype``.
+
+    Its operators are not counted, and products of what it makes count as products of the codes.
+    """
+    return _counted(stands_for=Codes(codes, dtype))
+
+
+def attending(core: Core) -> AbstractContextManager[None]:
+    """Block in which the kernel of an attention core runs. A compiler sees no such block."""
+    return nullcontext() if torch.compiler.is_compiling() else _counted(core=core)
 
 
 def without_memory() -> bool:

@@ -11,12 +11,17 @@ from moefw.system.files import replaced_file
 from moefw.training.full_disk import written
 
 
+def path_of(assembly: Assembly) -> Path:
+    """Path of the file."""
+    return Path(assembly.spec.run.dir) / "ledger.json"
+
+
 def write(assembly: Assembly, **entries: dict[str, Any] | str | None) -> None:
     """Add entries, such as ``predicted`` or ``measured``, to the file, and remove those that are None. In bytes.
 
     Raises RunError if it cannot be written.
     """
-    path = Path(assembly.spec.run.dir) / "ledger.json"
+    path = path_of(assembly)
     known = json.loads(path.read_text()) if path.is_file() else {}
     with written(path), replaced_file(path) as scratch:
         kept = {name: entry for name, entry in (known | entries).items() if entry is not None}

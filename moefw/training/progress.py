@@ -18,7 +18,7 @@ from rich.text import Text
 
 LINE_EVERY_S = 10.0
 LEGEND = """loss: of the training text, in nats a token; eval: of held-out text, in bits a byte (of chats: nats a token)
-balance: tokens of the busiest expert over the mean, 1.00 is even"""
+balance: tokens of the busiest expert over the mean, 1.00 is even; TFLOPS: what the model asks of a rank"""
 """What the words of a line mean."""
 _SMOOTHING = 0.95
 """Decay of the smoothed loss, which averages over about 20 steps."""
@@ -53,6 +53,8 @@ class _Seen:
     tokens_per_s: float
     load_max_over_mean: float
     lr: float
+    model_tflops: str
+    """Model TFLOPS of a rank, and their share of the peak; empty: unknown."""
 
 
 class _Part(NamedTuple):
@@ -125,6 +127,8 @@ class Progress:
         tokens_per_s: float,
         load_max_over_mean: float,
         lr: float,
+        model_tflops_per_gpu: float | None = None,
+        mfu: float | None = None,
         evaluation: Evaluation | None = None,
     ) -> None:
         """Record a step that is done; ``step`` counts from 1, ``loss`` is in nats per token.
@@ -144,6 +148,7 @@ class Progress:
             tokens_per_s=tokens_per_s,
             load_max_over_mean=load_max_over_mean,
             lr=lr,
+            model_tflops=_model_tflops(model_tflops_per_gpu, mfu),
         )
         due = self._line_step is None or step >= self._total_steps or self._now() - self._line_s >= LINE_EVERY_S
         if not self._live and due:
@@ -160,6 +165,7 @@ class Progress:
             f"step {seen.step}/{self._total_steps}",
             f"loss {seen.loss:.4f} nats/token",
             f"{seen.tokens_per_s:,.0f} tokens/s",
+            *([seen.model_tflops] if seen.model_tflops else []),
             f"balance {seen.load_max_over_mean:.2f}",
             f"lr {seen.lr:.1e}",
         ]
@@ -211,6 +217,8 @@ class Progress:
             _Part(5, f"{seen.tokens_per_s:,.0f}", "{} tokens/s", short_form="{} tok/s"),
             _Part(3, f"{seen.load_max_over_mean:.2f}", "balance {}"),
         ]
+        if seen.model_tflops:
+            parts.insert(3, _Part(7, seen.model_tflops, "{}"))
         if self._evaluation is not None:
             value = self._evaluation.value
             parts.append(_Part(4, f"{value:.3f}", f"eval {{}} {self._evaluation.unit}", f"{value:.2f}", "eval {}"))
@@ -223,6 +231,14 @@ class Progress:
     def _count(self, step: int) -> str:
         """``step/total``, always of one width, so that the bar does not jump."""
         return f"{step:>{len(str(self._total_steps))}}/{self._total_steps}"
+
+
+def _model_tflops(tflops: float | None, mfu: float | None) -> str:
+    """``912 TFLOPS (36.5 % MFU)`` of a GPU; empty if unknown."""
+    if tflops is None:
+        return ""
+    told = f"{tflops:.3g} TFLOPS"
+    return told if mfu is None else f"{told} ({mfu:.1%} MFU)"
 
 
 def _join(parts: list[_Part], *, short: bool) -> Text:

@@ -40,6 +40,7 @@ from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.learning_rate import learning_rate
 from moefw.training.micro_batches import Clock
+from moefw.training.model_flops import ModelFlops
 from moefw.training.progress import Evaluation, Progress
 from moefw.training.records.ending import Outcome, reason_of
 from moefw.training.records.events import EVENTS, Event, last_layout
@@ -49,7 +50,7 @@ from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
 from moefw.training.resume import Which
 from moefw.training.routes.of_a_run import Routes
-from moefw.training.run_facts import facts, peak_memory
+from moefw.training.run_facts import device_name, facts, peak_memory
 from moefw.training.session import Session, lost_a_rank, open_session
 from moefw.training.step_record import record_of
 from moefw.training.what_trains import parameters_of, require_sensible_freeze
@@ -124,6 +125,11 @@ class Trainer:
         self.forecast = Forecast(spec, start=self.start)
         self.traces = self._traces(traces)
         self.routes = Routes.opened(session, self.start)
+        self.model_flops = ModelFlops(
+            ledger_file.path_of(assembly),
+            ranks=session.layout.plan.world,
+            gpu=device_name(session.device) if is_gpu(session.device) else None,
+        )
 
     def run(self) -> None:
         """Train to the last step."""
@@ -161,7 +167,13 @@ class Trainer:
         self.log.step(record, result.layers, result.load_LE)
         self.done = step + 1
         shown = {key: record[key] for key in ("loss", "tokens_per_s", "load_max_over_mean", "lr")}
-        progress.update(step + 1, **shown, evaluation=Evaluation.of(record))
+        progress.update(
+            step + 1,
+            **shown,
+            model_tflops_per_gpu=record.get("model_tflops_per_gpu"),
+            mfu=record.get("mfu"),
+            evaluation=Evaluation.of(record),
+        )
         if self.ledger and step == self.start and step + 1 < self.spec.steps:
             # The first step tunes kernels, between whose runs Triton writes over the caches of the GPU.
             torch.cuda.reset_peak_memory_stats(self.session.device)
@@ -269,6 +281,9 @@ class Trainer:
             self._tell("rerun_step" if RERUN_STEPS in result.counts else "skipped_step", step, result.note)
         step_s = time.perf_counter() - began
         record["tokens_per_s"] = result.tokens / step_s
+        if self.session.leads:  # the others write no metrics
+            # Tokens without a loss are computed, too.
+            record |= self.model_flops.of(self.spec.tokens_per_step / step_s)
         if forecast := self.forecast.after(step_s):
             say(self.console, forecast)
         if self._due(step, self.spec.eval_every):

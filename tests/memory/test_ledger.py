@@ -286,6 +286,9 @@ def _ledger_of(count: int) -> Ledger:
         "peak": peak,
         "regions": [row],
         "work": [],
+        "positions": [],
+        "flops_per_token": None,
+        "modelled": [],
     }
     return Ledger.of_data({**data, "micro_batches": count})
 

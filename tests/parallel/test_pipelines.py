@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,9 +27,10 @@ from moefw.compose.registry import Registry
 from moefw.core.errors import PluginError
 from moefw.core.records import Action
 from moefw.core.stages import Batch
-from moefw.planner.layers import unlike_positions
+from moefw.planner.layers import alike_positions
 from moefw.planner.measure import measure as measure_plan
 from moefw.planner.measure import measure_at
+from moefw.planner.report import Held, Ledger, Peak
 from moefw.planner.stages_without_peers import SENT
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.runtime.naming import initialise
@@ -359,14 +359,14 @@ def test_the_plan_is_of_the_stage_that_needs_most(monkeypatch: pytest.MonkeyPatc
     """Stages that are alike are measured once, where most is in flight."""
     tree = {**spec("1f1b"), "parallel": {"pp": 4}, "pipeline": {"use": "1f1b", "layout": "Et|t|t|tmL"}}
     assembly = fake_assembly(tree, 4)
-    assert unlike_positions(assembly, 4) == [0, 1, 3]
+    assert alike_positions(assembly, 4) == {0: [0], 1: [1, 2], 3: [3]}
     peaks = {0: 5, 1: 9, 3: 7}
-    monkeypatch.setattr("moefw.planner.measure.measure_at", lambda *given: _Told(given[2], peaks[given[2]]))
+    monkeypatch.setattr("moefw.planner.measure.measure_at", lambda *given: _told(given[2], peaks[given[2]]))
     assert measure_plan(assembly, 4).position == 1
 
 
-class _Told:
-    """What is read of a ledger."""
-
-    def __init__(self, position: int, peak_bytes: int) -> None:
-        self.position, self.peak_bytes, self.held = position, peak_bytes, SimpleNamespace(device=0)
+def _told(position: int, peak_bytes: int) -> Ledger:
+    """Return a ledger of nothing but a peak."""
+    held = Held(parameters=0, gradients=0, optimizer=0, buffers=0, batch=0, host=0, step_passing=0)
+    peak = Peak(place="", operands=0, saved=peak_bytes, gathered=0, passing=0)
+    return Ledger(world=4, micro_batches=4, tokens=1, held=held, stages=4, position=position, peak=peak)

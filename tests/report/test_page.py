@@ -145,7 +145,7 @@ def test_a_page_holds_the_recorded_numbers(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=150)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     held = columns(of(run))
-    for name in ("loss", "grad_norm", "tokens_per_s", "lr"):
+    for name in ("loss", "grad_norm", "tokens_per_s", "model_tflops_per_gpu", "lr"):
         recorded = np.array([line[name] for line in lines], np.float32)
         assert any(np.array_equal(recorded, column) for column in held), name
 

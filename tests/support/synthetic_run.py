@@ -12,6 +12,8 @@ import numpy as np
 BEGAN_S = 1_795_000_000.0
 SECTIONS = {"data": 0.004, "forward": 0.11, "backward": 0.19, "gradients": 0.03, "optimizer": 0.015, "other": 0.002}
 NUM_WINDOWS = 128
+FLOPS_PER_TOKEN = 18_874_368.0
+RANKS = 4
 
 
 def write_run(
@@ -99,6 +101,7 @@ def _write_metrics(
                 "grad_norms": norms,
                 "lr": 3e-3 * min(step / max(steps / 10, 1), 1.0),
                 "tokens_per_s": 2048 / sum(seconds.values()),
+                "model_tflops_per_gpu": 2048 * FLOPS_PER_TOKEN / RANKS / sum(seconds.values()) / 1e12,
                 "load_max_over_mean": float(busiest_L.max()),
                 "seconds": seconds,
                 "experts": {
@@ -144,7 +147,7 @@ def _events(
     start = {
         "versions": {"moefw": "0.1.0", "python": "3.11.2", "torch": "2.13.0"},
         "machine": {"host": "node-1", "device": "cpu", "cpu": "a processor", "cores": 2},
-        "ranks": 4,
+        "ranks": RANKS,
         "layout": {"pp": 2, "ep": 2},
         "parameters": 8_100_000,
         "moe_layers": list(range(1, layers + 1)),
@@ -212,4 +215,6 @@ def _plan() -> dict[str, Any]:
         ],
         "peak_bytes": 88_217_312,
         "unknown": "",
+        "modelled": [],
+        "flops_per_token": FLOPS_PER_TOKEN,
     }

@@ -126,7 +126,12 @@ def records(spec: Path, *arguments: str) -> list[dict[str, Any]]:
     assert done.return_value == 0
     lines = [json.loads(line) for line in (spec.parent / "run" / "metrics.jsonl").read_text().splitlines()]
     return [
-        {key: value for key, value in line.items() if key not in ("time", "seconds", "tokens_per_s")} for line in lines
+        {
+            key: value
+            for key, value in line.items()
+            if key not in ("time", "seconds", "tokens_per_s", "model_tflops_per_gpu")
+        }
+        for line in lines
     ]
 
 

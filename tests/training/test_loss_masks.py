@@ -222,7 +222,7 @@ def lines_of(spec: Path, run: Path, packing: str, *more: str) -> list[dict[str, 
     words = [str(spec), f"run.dir={run}", f"train.packing={packing}", BALANCE, *more]
     done = CliRunner().invoke(moefw_train, words, standalone_mode=False, catch_exceptions=False)
     assert done.return_value == 0
-    unequal = ("time", "seconds", "tokens_per_s")
+    unequal = ("time", "seconds", "tokens_per_s", "model_tflops_per_gpu")
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [{key: value for key, value in line.items() if key not in unequal} for line in lines]
 

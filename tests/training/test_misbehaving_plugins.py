@@ -44,7 +44,11 @@ def train(write_spec: Callable[..., Path]) -> Train:
         records = list(read_metrics(metrics))
         metrics.unlink()
         return [
-            {key: value for key, value in record.items() if key not in ("time", "seconds", "tokens_per_s")}
+            {
+                key: value
+                for key, value in record.items()
+                if key not in ("time", "seconds", "tokens_per_s", "model_tflops_per_gpu")
+            }
             for record in records
         ]
 

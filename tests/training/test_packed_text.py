@@ -33,7 +33,12 @@ def spec(write_spec: Callable[..., Path]) -> Path:
 def records(spec: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (spec.parent / "run" / "metrics.jsonl").read_text().splitlines()]
     return [
-        {key: value for key, value in line.items() if key not in ("time", "seconds", "tokens_per_s")} for line in lines
+        {
+            key: value
+            for key, value in line.items()
+            if key not in ("time", "seconds", "tokens_per_s", "model_tflops_per_gpu")
+        }
+        for line in lines
     ]
 
 

@@ -150,3 +150,17 @@ def test_an_evaluation_of_text_with_prompts_is_shown_in_nats():
     assert Evaluation.of({"loss": 1.0}) is None
     assert Evaluation.of({"eval_loss": 2.0, "eval_bits_per_byte": 0.9}) == Evaluation(0.9, "bits/byte")
     assert Evaluation.of({"eval_loss": 2.0}) == Evaluation(2.0, "nats/token")
+
+
+def test_model_tflops_are_shown_once_they_are_known_and_mfu_where_there_is_a_peak() -> None:
+    screen = console(terminal=False)
+    given = {"loss": 1.0, "tokens_per_s": 1.0, "load_max_over_mean": 1.0, "lr": 1.0}
+    with Progress(total_steps=3, start_step=0, console=screen) as progress:
+        progress.update(1, **given)
+        assert "TFLOPS" not in screen.file.getvalue()
+    with Progress(total_steps=1, start_step=0, console=screen) as progress:
+        progress.update(1, **given, model_tflops_per_gpu=912.4)
+    assert "912 TFLOPS  " in screen.file.getvalue()
+    with Progress(total_steps=1, start_step=0, console=screen) as progress:
+        progress.update(1, **given, model_tflops_per_gpu=912.4, mfu=0.365)
+    assert "912 TFLOPS (36.5% MFU)  " in screen.file.getvalue()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
 from moefw_kernels.devices import takes_kernels
+from moefw_kernels.in_place import in_place_of_a_kernel
 from moefw_kernels.permute import RowMap
 from moefw_kernels.permute_quantize import reference
 from moefw_kernels.quantize import E4M3, Quantized, Scales, empty_rows, row_block, rows_of, scale_dtype
@@ -33,16 +32,14 @@ def permute_quantize(
     else:
         _check(into, size, scales)
         quantized = rows_of(*into, scales=scales)
-    _kernels(x_TD).permute_quantize(x_TD, rows, scales, quantized)
-    return quantized
-
-
-def _kernels(x: Tensor) -> ModuleType:
-    if not takes_kernels(x):
-        return reference
+    if not takes_kernels(x_TD):
+        with in_place_of_a_kernel():
+            reference.permute_quantize(x_TD, rows, scales, quantized)
+        return quantized
     from moefw_kernels.permute_quantize import triton
 
-    return triton
+    triton.permute_quantize(x_TD, rows, scales, quantized)
+    return quantized
 
 
 def _check(into: tuple[Tensor, Tensor], size: tuple[int, int], scales: Scales) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from moefw_kernels.devices import takes_kernels
+from moefw_kernels.in_place import in_place_of_a_kernel
 from moefw_kernels.quantize import reference
 from moefw_kernels.quantize.formats import E2M1, E4M3, E5M2, Format, decode, decode_e8m0, encode, pack, unpack
 from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
@@ -102,14 +104,16 @@ def quantize_fp8(x: Tensor, *, block: Block, power_of_two: bool = True) -> Quant
         ValueError: Another block, a dtype other than fp32, bf16 and fp16.
     """
     _check(x, block, ((1, 128), (128, 1), (128, 128)))
-    quantized: Quantized = _encoders(x).quantize_fp8(x, block, power_of_two)
+    with _one_kernel(x):
+        quantized: Quantized = _encoders(x).quantize_fp8(x, block, power_of_two)
     return quantized
 
 
 def quantize_fp8_both(x: Tensor, *, power_of_two: bool = True) -> tuple[Quantized, Quantized]:
     """``quantize_fp8`` with blocks of 1x128 and of 128x1. The kernel reads ``x`` once."""
     _check(x)
-    row, column = _encoders(x).quantize_fp8_both(x, power_of_two)
+    with _one_kernel(x):
+        row, column = _encoders(x).quantize_fp8_both(x, power_of_two)
     return row, column
 
 
@@ -120,14 +124,16 @@ def quantize_mxfp8(x: Tensor, *, block: Block = (1, 32)) -> Quantized:
         ValueError: Another block, a dtype other than fp32, bf16 and fp16.
     """
     _check(x, block, ((1, 32), (32, 1), (32, 32)))
-    quantized: Quantized = _encoders(x).quantize_mxfp8(x, block)
+    with _one_kernel(x):
+        quantized: Quantized = _encoders(x).quantize_mxfp8(x, block)
     return quantized
 
 
 def quantize_mxfp8_both(x: Tensor) -> tuple[Quantized, Quantized]:
     """``quantize_mxfp8`` with blocks of 1x32 and of 32x1. The kernel reads ``x`` once."""
     _check(x)
-    row, column = _encoders(x).quantize_mxfp8_both(x)
+    with _one_kernel(x):
+        row, column = _encoders(x).quantize_mxfp8_both(x)
     return row, column
 
 
@@ -193,7 +199,8 @@ def quantize_nvfp4(
         group_R = group_of_row(ends_e, len(x))
         x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)
         global_amax = torch.nn.functional.pad(global_amax, (0, 1))[group_R[:: block[0]]].unsqueeze(1)
-    quantized: Quantized = _encoders(x).quantize_nvfp4(x, block, global_amax, keys, scales)
+    with _one_kernel(x):
+        quantized: Quantized = _encoders(x).quantize_nvfp4(x, block, global_amax, keys, scales)
     return quantized
 
 
@@ -204,6 +211,11 @@ def _encoders(x: Tensor) -> ModuleType:
     from moefw_kernels.quantize import triton
 
     return triton
+
+
+def _one_kernel(x: Tensor) -> AbstractContextManager[None]:
+    """Block of the one kernel that quantizes this tensor, whichever module does."""
+    return nullcontext() if takes_kernels(x) else in_place_of_a_kernel()
 
 
 def _check(x: Tensor, block: Block | None = None, blocks: tuple[Block, ...] = ()) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moefw_kernels.devices import takes_kernels
+from moefw_kernels.in_place import in_place_of_a_kernel
 from moefw_kernels.quantize import Quantized, Scales
 from moefw_kernels.swiglu_quantize import reference
 
@@ -28,7 +29,8 @@ def swiglu_quantize(h_RH: Tensor, weights_R: Tensor, *, scales: Scales) -> Quant
             f"give one for each row: torch.float32 {tuple(h_RH.shape[:1])}"
         )
     if not takes_kernels(h_RH):
-        return reference.swiglu_quantize(h_RH, weights_R, scales)
+        with in_place_of_a_kernel():
+            return reference.swiglu_quantize(h_RH, weights_R, scales)
     from moefw_kernels.swiglu_quantize import triton
 
     return triton.swiglu_quantize(h_RH, weights_R, scales)

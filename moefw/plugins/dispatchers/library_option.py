@@ -6,10 +6,11 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Literal
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import gt, optional
 
 import moefw
+from moefw.core.plugin import Plugin
 from moefw.core.site import Site
 from moefw.plugins.dispatchers.wire_option import SendsRows
 
@@ -79,6 +80,10 @@ class CallsLibrary(SendsRows):
                 "max_tokens",
             )
         ]
+
+    def planned_as(self) -> Plugin:
+        """The algorithm of the library over any process group, which sends the same rows to the same ranks."""
+        return evolve(self, backend="torch", max_tokens=None)
 
     @abstractmethod
     def limits(self, site: Site) -> Sequence[moefw.Problem]:

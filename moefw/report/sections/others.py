@@ -12,7 +12,8 @@ from moefw.report.sections.drops import COUNTS
 from moefw.report.words import readable
 
 KNOWN = {
-    *("loss", "eval_loss", "eval_bits_per_byte", "lr", "grad_norm", "tokens_per_s", "load_max_over_mean"),
+    *("loss", "eval_loss", "eval_bits_per_byte", "lr", "grad_norm", "load_max_over_mean"),
+    *("tokens_per_s", "model_tflops_per_gpu", "mfu"),
     *("loss_spikes", "skipped_steps", "rerun_steps"),
     *COUNTS,
 }

@@ -13,15 +13,20 @@ from moefw.report.words import duration, readable, share
 
 
 def speed(runs: Sequence[Run], charts: Charts) -> Section:
-    """Tokens a second over steps."""
+    """Tokens a second over steps, and model TFLOPS and MFU where they are known."""
     curves = curves_of(runs, "tokens_per_s", "tokens a second")
     if not curves:
         return Section(
             "speed", "Speed", [missing("No speed was recorded.", "Runs of this version record tokens_per_s.")]
         )
     picture = charts.curves("Tokens", curves, unit="a second", marks=marks(runs), from_zero=True)
-    table = extremes(runs, {"tokens_per_s": "tokens a second"}, "")
-    return Section("speed", "Speed", [picture, *([table] if table else [])])
+    pictures = [picture]
+    flops = curves_of(runs, "model_tflops_per_gpu", "model TFLOPS a rank")
+    if flops:
+        pictures.append(charts.curves("Model TFLOPS", flops, unit="a rank", marks=marks(runs), from_zero=True))
+    told = {"tokens_per_s": "tokens a second", "model_tflops_per_gpu": "model TFLOPS a rank", "mfu": "MFU"}
+    table = extremes(runs, told, "")
+    return Section("speed", "Speed", [*pictures, *([table] if table else [])])
 
 
 def step_time(runs: Sequence[Run], charts: Charts) -> Section:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import inf
+from functools import partial
+from math import inf, prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from moefw.runtime.accounting import Core, attending
 
 aten = torch.ops.aten
 FLASH_WIDTH = 256
@@ -57,7 +60,8 @@ def forward(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, scores: Scores) -> t
         return q_BHSd.new_empty(out_shape), q_BHSd.new_empty(out_shape[:-1], dtype=dtype)
     kernel = KERNELS[q_BHSd.device.type]
     q, k, v = _widened(kernel, q_BHSd, k_BGSd, v_BGSe)
-    out, lse_BHS = kernel.forward(q, k, v, scores)
+    with attending(_core(q_BHSd, k_BGSd, v_BGSe, scores)):
+        out, lse_BHS = kernel.forward(q, k, v, scores)
     return _narrowed(out, v_BGSe.shape[-1]), lse_BHS
 
 
@@ -78,10 +82,34 @@ def backward(
         return torch.zeros_like(q_BHSd), torch.zeros_like(k_BGSd), torch.zeros_like(v_BGSe)
     kernel = KERNELS[q_BHSd.device.type]
     grad, q, k, v, out = _widened(kernel, grad_BHSe, q_BHSd, k_BGSd, v_BGSe, out_BHSe)
-    grad_q, grad_k, grad_v = kernel.backward(grad, q, k, v, out, lse_BHS, scores)
+    with attending(_core(q_BHSd, k_BGSd, v_BGSe, scores)):
+        grad_q, grad_k, grad_v = kernel.backward(grad, q, k, v, out, lse_BHS, scores)
     key_width = q_BHSd.shape[-1]
     value_width = v_BGSe.shape[-1]
     return _narrowed(grad_q, key_width), _narrowed(grad_k, key_width), _narrowed(grad_v, value_width)
+
+
+def _core(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, scores: Scores) -> Core:
+    """What is computed, before heads are widened."""
+    batch, heads, queries, key_width = q_BHSd.shape
+    return Core(
+        queries=batch * heads * queries,
+        keys=k_BGSd.shape[2],
+        heads=batch * heads,
+        key_width=key_width,
+        value_width=v_BGSe.shape[-1],
+        num_seen=partial(_num_seen, batch * heads, queries, k_BGSd.shape[2], scores),
+    )
+
+
+def _num_seen(heads: int, queries: int, keys: int, scores: Scores) -> int:
+    """Number of scores of all heads that the mask shows."""
+    if scores.causal:
+        return heads * queries * (queries + 1) // 2
+    if scores.visible_BHSS is None:
+        return heads * queries * keys
+    num_masks = prod(scores.visible_BHSS.shape[:2])
+    return heads // num_masks * int(scores.visible_BHSS.sum())
 
 
 def _widened(kernel: _Kernel, *tensors: Tensor) -> list[Tensor]:

@@ -34,6 +34,8 @@ from moefw.training.engine import Engine
 from moefw.training.measured.report import Measured, Saved
 
 _ATTENTION: Final = re.compile(r"aten\.\w*attention\w*(?<!_backward)\.\w+")
+UPDATE: Final = ("gradients", "optimizer")
+"""Sections of the engine's step behind its passes."""
 ENOUGH: Final = 2
 """Number of micro-batches: the first finds no gradients, and all later ones are like the second."""
 ENOUGH_MERGED: Final = 3
@@ -148,7 +150,7 @@ class _Step:
         before = recorder.now
         is_pass = section in PASSES.values()
         phase = "backward" if is_pass and section != "forward" else section
-        with recorder.places.phase(phase), self.operations if is_pass else nullcontext():
+        with recorder.places.phase(phase), self.operations if is_pass or section in UPDATE else nullcontext():
             yield
         if phase == "forward":
             # Operands of weights are shared by all micro-batches: they are not what this forward saved.

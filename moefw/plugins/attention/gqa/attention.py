@@ -88,7 +88,7 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
         self._spread = None if is_even else [head - first for head in kv_heads]
         self._attend = context.core(options.attend())
         self._window = options.window_at(context.site.layer)
-        self.reach = None if self._window is None else self._window - 1
+        self.reach = options.reach_at(context.site.layer)
         self._project_in = context.region("qkv", self._qkv)
         self._core = context.region("core_attn", self._core_attn)
         self._project_out = context.region("attn_proj", self._attn_proj)

@@ -49,6 +49,11 @@ class Options(Heads):
         """Window of a layer."""
         return None if layer in self.full_layers else self.window
 
+    def reach_at(self, layer: int) -> int | None:
+        """How many earlier positions a token sees: those of its window."""
+        window = self.window_at(layer)
+        return None if window is None else window - 1
+
     def check(self, site: Site) -> Sequence[Iterator[moefw.Problem]]:
         """Check that heads group evenly, that RoPE has pairs to rotate, and that only windows have exceptions."""
         return [self._check_heads(), check_rope(self.rope, self.head_dim, "head_dim"), self._check_layers(site)]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 import moefw
-from moefw.core.plugin import PrecisionPlugin
+from moefw.core.plugin import Plugin, PrecisionPlugin
 from moefw.core.site import Site
 from moefw.plugins.precision.quantized.gpus import Gpus
 from moefw.plugins.precision.quantized.te.machine import te_needs
@@ -111,6 +111,10 @@ class LowPrecisionPlugin(PrecisionPlugin):
     @abstractmethod
     def operands(self, site: Site) -> Operands:
         """Components that make and multiply the operands of a layer."""
+
+    def planned_as(self) -> Plugin:
+        """The emulation, which makes and saves the same codes. Its temporary tensors are larger."""
+        return evolve(self, backend="emulate")
 
     def fallback(self, context: moefw.BuildContext) -> moefw.Precision:
         """Bf16."""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from moefw.core.contracts import Codec, Precision, WeightCodec
 from moefw.core.records import Pass, Role, RowGroups, SavedOperand
 from moefw.plugins.precision.quantized.encoders import Encoder
-from moefw_kernels.quantize import Quantized, from_integers, integer_rows
+from moefw.runtime.accounting import standing_for
+from moefw_kernels.quantize import E2M1, Quantized, from_integers, integer_rows
 from moefw_kernels.swiglu_quantize import swiglu_quantize
 
 Activations = Literal["bf16", "fp8", "int8"]
@@ -141,13 +142,20 @@ class EmulatedRecipe(QuantizedRecipe):
 
     def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Tensor]:
         """Function that dequantizes."""
-        return Quantized.dequantize
+        return _values
 
     def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
         """Dequantized operand, fp32, through which gradients flow."""
         if torch.is_grad_enabled() and x.requires_grad:
             return _StraightThrough.apply(x, self, role, during, rows)  # type: ignore[no-untyped-call]
         return super().quantize(x, role=role, during=during, rows=rows)
+
+
+def _values(codes: Quantized) -> Tensor:
+    """Values of codes, fp32, in whose place a GPU multiplies the codes."""
+    dtype = torch.float4_e2m1fn_x2 if codes.fmt is E2M1 else codes.fmt.dtype
+    with standing_for(codes.codes, dtype):
+        return codes.dequantize()
 
 
 def _saved(encoded: Quantized, operand: Callable[[Quantized], Any]) -> SavedOperand:

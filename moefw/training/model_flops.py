@@ -1,0 +1,60 @@
+"""Model TFLOPS and MFU of a run, from the operations a token that its plan measures.
+
+The plan is made beside the run, by a process of its own (:mod:`moefw.commands.run_plan`): a start waits for nothing.
+Steps before it is ready, some seconds of a first run of a spec, have no such figures.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, final
+
+from moefw.planner.cluster import with_gpu
+
+TERA: Final = 1e12
+
+
+@final
+class ModelFlops:
+    """Figures of a run with its ledger in the file ``path``. ``gpu``: what PyTorch calls the GPUs; None: CPUs.
+
+    A CPU has no peak that is sure, so its runs have no MFU; nor has a GPU of no cluster that moefw knows.
+    """
+
+    def __init__(self, path: Path, *, ranks: int, gpu: str | None) -> None:
+        self._path = path
+        self._ranks = ranks
+        self._gpu = gpu
+        self._flops_per_token: float | None = None
+        self._peak_tflops: float | None = None
+        self._seen: int | None = None
+        """When the file that was read last was written, in nanoseconds."""
+
+    def of(self, tokens_per_s: float) -> dict[str, float]:
+        """``model_tflops_per_gpu``, of one rank, and ``mfu``, a share of its peak; empty while they are unknown."""
+        if self._flops_per_token is None:
+            self._look()
+        if self._flops_per_token is None:
+            return {}
+        tflops = tokens_per_s * self._flops_per_token / self._ranks / TERA
+        figures = {"model_tflops_per_gpu": tflops}
+        if self._peak_tflops is not None:
+            figures["mfu"] = tflops / self._peak_tflops
+        return figures
+
+    def _look(self) -> None:
+        """Read the plan, if there is one since the last look."""
+        try:
+            written = self._path.stat().st_mtime_ns
+        except OSError:
+            return
+        if written == self._seen:
+            return
+        self._seen = written
+        predicted: dict[str, Any] = json.loads(self._path.read_text()).get("predicted", {})
+        self._flops_per_token = predicted.get("flops_per_token")
+        dtype = predicted.get("dtype")
+        if self._gpu is not None and dtype is not None:
+            peaks = (cluster.peak_tflops(dtype) for cluster in with_gpu(self._gpu))
+            self._peak_tflops = next(peaks, None)
