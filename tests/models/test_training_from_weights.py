@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+import checkpoint_cases
 import copies
 from command_here import complaint, moefw_says
 from experts_read import experts_read
@@ -69,9 +70,7 @@ def spec_of(where: Path, folder: Path | str, **parts: Any) -> Path:
 
 
 def saved(run: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in (run / "checkpoints" / "step-1").glob("*.safetensors"):
-        tensors |= load_file(path)
+    tensors = checkpoint_cases.saved(run / "checkpoints" / "step-1")
     return {name.removeprefix("model/"): one for name, one in tensors.items() if name.startswith("model/")}
 
 

@@ -15,7 +15,7 @@ import checkpoint_cases
 from checkpoint_cases import INDEX, SHARD, forge, forge_index, put, refused, tiny
 from moefw.core.errors import CheckpointError
 from moefw.training import checkpoint
-from moefw.training.checkpoint.files import HASH_LENGTH, file_of, write
+from moefw.training.checkpoint.files import HASH_LENGTH, file_of, header, write
 from moefw.training.checkpoint.manifest import Damage
 from moefw.training.checkpoint.parts import Part
 from moefw.training.checkpoint.reading import opened
@@ -33,16 +33,17 @@ def test_every_flipped_byte_of_a_shard_is_named(folder: Path) -> None:
     path = folder / SHARD
     whole = path.read_bytes()
     parts = opened(folder).files[0].parts
+    start = len(header(parts))
     words = {"model": "parameter {}", "optimizer/step": "optimizer state step of {}"}
     for place in range(len(whole)):
         data = bytearray(whole)
         data[place] ^= 1 << place % 8
         path.write_bytes(data)
-        said = refused(folder, filled=place >= parts[0].begin)
-        if place < parts[0].begin:
+        said = refused(folder, filled=place >= start)
+        if place < start:
             assert f"{path} is damaged in its header." in said, place
         else:
-            (name,) = (part.name for part in parts if part.begin <= place < part.begin + part.nbytes)
+            (name,) = (part.name for part in parts if part.begin <= place - start < part.begin + part.nbytes)
             kind, _, of = name.rpartition("/")
             told = words.get(kind, f"optimizer state {kind.split('/')[-1]} of {{}}").format(of)
             assert f"{path} is damaged: {told}." in said, place

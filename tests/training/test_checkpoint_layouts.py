@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from layout_runs import LOSS
 from moefw.testing.pool import RankPool
-from moefw.training.checkpoint.files import file_of, index_of
+from moefw.training.checkpoint.files import file_of, header, index_of
 from moefw.training.checkpoint.manifest import DTYPES, Damage, words
 from moefw.training.checkpoint.reading import opened
 from resume_pairs import CHUNK_BYTES, LAYOUTS, PAIRS, QUICK, STEP, Pairs, last_good, of_step, refused
@@ -93,7 +93,7 @@ def flip(folder: Path, name: str) -> str:
     file, part = [(file, part) for file in opened(folder).files for part in file.parts if part.name == name][-1]
     path = folder / file.file
     data = bytearray(path.read_bytes())
-    data[part.begin + part.nbytes // 2] ^= 1
+    data[len(header(file.parts)) + part.begin + part.nbytes // 2] ^= 1
     path.write_bytes(data)
     return file.file
 
@@ -131,7 +131,7 @@ def test_a_flipped_bit_in_every_file_is_named_with_its_tensor(pairs: Pairs, layo
         whole = path.read_bytes()
         part = file.parts[len(file.parts) // 2]
         data = bytearray(whole)
-        data[part.begin + part.nbytes // 2] ^= 1
+        data[len(header(file.parts)) + part.begin + part.nbytes // 2] ^= 1
         path.write_bytes(data)
         for check in (lambda: opened(folder).verify(), lambda part=part: opened(folder).read(part.name)):
             with pytest.raises(Damage, match=re.escape(f"{path} is damaged: {words(part.name)}.")):

@@ -19,6 +19,7 @@ from command_here import moefw_says
 from moefw.training import checkpoint, trained
 from moefw.training.checkpoint import saving
 from moefw.training.checkpoint.commit import discard
+from moefw.training.checkpoint.files import header
 from moefw.training.checkpoint.reading import opened
 from moefw.training.folder import checkpoint_dirs
 from moefw.training.trainer import Trainer
@@ -54,7 +55,7 @@ class Place:
         """Flip a bit of a weight."""
         checkpoint_dir = self.run / "checkpoints" / f"step-{step}"
         (file,) = opened(checkpoint_dir).files
-        begin = next(part.begin for part in file.parts if part.name.startswith("model/"))
+        begin = len(header(file.parts)) + next(part.begin for part in file.parts if part.name.startswith("model/"))
         data = bytearray((checkpoint_dir / file.file).read_bytes())
         data[begin] ^= 1
         (checkpoint_dir / file.file).write_bytes(data)

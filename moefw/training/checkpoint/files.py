@@ -37,10 +37,10 @@ _Shape = tuple[int, ...]
 
 @frozen(kw_only=True)
 class SavedPart:
-    """A part of a tensor in a file: a box of it, in row-major order from byte ``begin`` of the file.
+    """A part of a tensor in a file: a box of it, in row-major order.
 
-    ``corner``: the index in the tensor of the first element. ``chunks``: the SHA-256 of each chunk of the part;
-    empty where the file has one hash, as in format 2.
+    ``begin``: its first byte, counted from the end of the file's header. ``corner``: the index in the tensor of the
+    first element. ``chunks``: the SHA-256 of each chunk of the part; empty where the file has one hash, as in format 2.
     """
 
     name: str
@@ -72,11 +72,6 @@ class SavedFile:
     chunk_bytes: int
     parts: tuple[SavedPart, ...]
     same: Mapping[str, tuple[str, ...]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file."""
-        return len(header(self.parts)) + sum(part.nbytes for part in self.parts)
 
     @property
     def index(self) -> bytes:
@@ -133,23 +128,24 @@ def whole(name: str, tensor: SavedTensor) -> SavedPart:
 
 def laid_out(parts: Iterable[SavedPart]) -> list[SavedPart]:
     """Parts in the order in which a file has them, each with its place. Wider dtypes come first: all are aligned."""
-    ordered = sorted(parts, key=lambda part: (-DTYPES[part.dtype].itemsize, part.name))
-    begin = len(header(ordered))
+    begin = 0
     placed = []
-    for part in ordered:
+    for part in sorted(parts, key=lambda part: (-DTYPES[part.dtype].itemsize, part.name)):
         placed.append(evolve(part, begin=begin))
         begin += part.nbytes
     return placed
 
 
 def header(parts: Sequence[SavedPart]) -> bytes:
-    """Bytes of a file before its parts, which are in order. Of the parts, ``begin`` and ``chunks`` do not matter."""
-    entries: dict[str, Any] = {}
-    end = 0
-    for part in parts:
-        begin = end
-        end += part.nbytes
-        entries[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [begin, end]}
+    """Bytes of a file before its parts, which are in order."""
+    entries: dict[str, Any] = {
+        part.name: {
+            "dtype": part.dtype,
+            "shape": part.shape,
+            "data_offsets": [part.begin, part.begin + part.nbytes],
+        }
+        for part in parts
+    }
     corners = {part.name: {"saved_offsets": part.corner} for part in parts}
     entries["__metadata__"] = {
         "DCP_SHARDING_INFO": canonical(corners).decode(),
@@ -194,24 +190,25 @@ def reserve(path: Path, parts: Sequence[SavedPart]) -> None:
     with path.open("xb") as file:
         file.write(header(parts))
         file.flush()
-        os.posix_fallocate(file.fileno(), 0, parts[-1].begin + parts[-1].nbytes)
+        os.posix_fallocate(file.fileno(), 0, file.tell() + parts[-1].begin + parts[-1].nbytes)
 
 
 def finish(path: Path, parts: Sequence[SavedPart]) -> SavedFile:
     """Hash the parts of a file that are filled, and write the index. Both are on the disk on return."""
     sync(path)
     hashed = []
+    start = len(header(parts))
     with path.open("rb") as file:
         for part in parts:
-            chunks = tuple(hash_of(read_range(file, part, chunk)) for chunk in part.ranges(CHUNK_BYTES))
+            chunks = tuple(hash_of(read_range(file, start, part, chunk)) for chunk in part.ranges(CHUNK_BYTES))
             hashed.append(evolve(part, chunks=chunks))
     return _indexed(path, hashed, {})
 
 
-def read_range(file: BufferedReader, part: SavedPart, chunk: range) -> bytearray:
-    """Bytes of a chunk; fewer if the file ends before. Raises OSError."""
+def read_range(file: BufferedReader, start: int, part: SavedPart, chunk: range) -> bytearray:
+    """Bytes of a chunk; fewer if the file ends before. ``start``: bytes of the header. Raises OSError."""
     data = bytearray(len(chunk))
-    file.seek(part.begin + chunk.start)
+    file.seek(start + part.begin + chunk.start)
     length = file.readinto(data)
     return data[:length] if length < len(data) else data
 

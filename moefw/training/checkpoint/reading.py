@@ -93,7 +93,8 @@ class Reader:
         }
         self._parts: dict[str, list[tuple[SavedFile, SavedPart]]] = {name: [] for name in known}
         self._hashes = manifest.hashes if isinstance(manifest, format2.OldManifest) else {}
-        self._checked: set[str] = set()
+        self._starts: dict[str, int] = {}
+        """Bytes of the header of each file that has been verified. In format 2, places are counted from its begin."""
         for file in files:
             for part in file.parts:
                 self._parts[part.name].append((file, part))
@@ -149,7 +150,7 @@ class Reader:
     def _chunk(self, opened: BufferedReader, file: SavedFile, part: SavedPart, number: int) -> Tensor:
         """Values of a chunk, ``(elements,)``. Raises Damage."""
         chunk = part.ranges(file.chunk_bytes)[number]
-        data = read_range(opened, part, chunk)
+        data = read_range(opened, self._starts[file.file], part, chunk)
         # Format 2 has no hashes of chunks: its file is verified already.
         bad = bool(part.chunks) and hash_of(data) != part.chunks[number]
         if bad or len(data) != len(chunk):
@@ -161,30 +162,34 @@ class Reader:
         """Open a file. What is not a part of a tensor is verified the first time. Raises Damage."""
         path = self.folder / file.file
         try:
-            if file.file not in self._checked:
+            if file.file not in self._starts:
                 require_file(path)
             with path.open("rb") as opened:
-                if file.file not in self._checked:
-                    self._require_intact(path, opened, file)
-                    self._checked.add(file.file)
+                if file.file not in self._starts:
+                    self._starts[file.file] = self._verified_start(path, opened, file)
                 yield opened
         except OSError as error:
             raise Damage(f"{path} cannot be read: {os_reason(error)}.") from error
 
-    def _require_intact(self, path: Path, opened: BufferedReader, file: SavedFile) -> None:
-        """Raise Damage unless a file's header and length are as written; in format 2, all of it."""
+    def _verified_start(self, path: Path, opened: BufferedReader, file: SavedFile) -> int:
+        """Place in a file from which those of parts are counted. Raises Damage unless header and length are as written.
+
+        In format 2, all of the file is verified.
+        """
         if self._hashes:
             stamp(f"checking {file.file} of a checkpoint")
             if hashlib.file_digest(opened, "sha256").hexdigest() != self._hashes[file.file]:
                 raise Damage(f"{path} is damaged.")
-            return
-        if not _begins_with(opened, header(file.parts)):
+            return 0
+        own = header(file.parts)
+        if not _begins_with(opened, own):
             for other in self.files:
                 if _begins_with(opened, header(other.parts)):
                     raise Damage(f"{path} holds what {other.file} held: files were exchanged.")
             raise Damage(f"{path} is damaged in its header.")
-        if opened.seek(0, SEEK_END) != file.nbytes:
+        if opened.seek(0, SEEK_END) != len(own) + sum(part.nbytes for part in file.parts):
             raise Damage(f"{path} is damaged: it has another length.")
+        return len(own)
 
 
 def _begins_with(opened: BufferedReader, wanted: bytes) -> bool:
