@@ -7,9 +7,11 @@ launches: it reads each tensor from outside once, and writes what is left of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Final, final
+
+import torch
 
 
 @final
@@ -25,9 +27,16 @@ def launch() -> Launch | None:
     return _launch.get()
 
 
+def in_place_of_a_kernel() -> AbstractContextManager[None]:
+    """Block whose operators run in the place of one kernel. A block inside of it belongs to it.
+
+    A compiler sees no such block: it makes kernels of its own.
+    """
+    return nullcontext() if torch.compiler.is_compiling() else _in_one_launch()
+
+
 @contextmanager
-def in_place_of_a_kernel() -> Iterator[None]:
-    """Block whose operators run in the place of one kernel. A block inside of it belongs to it."""
+def _in_one_launch() -> Iterator[None]:
     if _launch.get() is not None:
         yield
         return

@@ -111,14 +111,17 @@ def done_again() -> AbstractContextManager[None]:
 def standing_for(codes: Tensor, dtype: torch.dtype) -> AbstractContextManager[None]:
     """Block that makes another form of ``codes``, which a GPU multiplies as they are, in ``dtype``.
 
-    Its operators are not counted, and products of what it makes count as products of the codes.
+    Its operators are not counted, and products of what it makes count as products of the codes. A compiler sees no such
+    block.
     """
+    if torch.compiler.is_compiling():
+        return nullcontext()
     return _counted(stands_for=Codes(codes, dtype))
 
 
-def attending(core: Core) -> AbstractContextManager[None]:
-    """Block in which the kernel of an attention core runs. A compiler sees no such block."""
-    return nullcontext() if torch.compiler.is_compiling() else _counted(core=core)
+def attending(core: Callable[[], Core]) -> AbstractContextManager[None]:
+    """Block in which the kernel of an attention core runs. A compiler sees no such block, and makes no core."""
+    return nullcontext() if torch.compiler.is_compiling() else _counted(core=core())
 
 
 def without_memory() -> bool:

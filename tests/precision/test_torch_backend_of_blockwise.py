@@ -369,7 +369,7 @@ def test_the_benchmark_finds_products_that_are_off(monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(BENCHMARKS)
     fp8_layer = importlib.import_module("fp8_layer")
     monkeypatch.setattr(fp8_layer, "WARM_UP", 0)
-    monkeypatch.setattr("moe_layer.Machine", lambda device: Machine(device="cuda"))
+    monkeypatch.setattr("moe_layer.this_machine", lambda device: Machine(device="cuda"))
     shape = fp8_layer.Shape(tokens=128, dim=256, expert_dim=128, num_experts=8, top_k=2)
 
     def measure() -> Any:

@@ -312,7 +312,7 @@ def test_the_benchmark_measures_every_recipe(recipe: str, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     fp8_layer = importlib.import_module("fp8_layer")
     monkeypatch.setattr(fp8_layer, "WARM_UP", 0)
-    monkeypatch.setattr("moe_layer.Machine", lambda device: Machine(device="cuda"))
+    monkeypatch.setattr("moe_layer.this_machine", lambda device: Machine(device="cuda"))
     shape = fp8_layer.Shape(tokens=64, dim=128, expert_dim=64, num_experts=4, top_k=2)
     measured = fp8_layer.measure(torch.device("cpu"), shape, 1, recipe, dry=False)
     assert measured["products"].keys() == {"fprop", "dgrad", "wgrad"}

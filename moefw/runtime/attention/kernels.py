@@ -60,7 +60,7 @@ def forward(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, scores: Scores) -> t
         return q_BHSd.new_empty(out_shape), q_BHSd.new_empty(out_shape[:-1], dtype=dtype)
     kernel = KERNELS[q_BHSd.device.type]
     q, k, v = _widened(kernel, q_BHSd, k_BGSd, v_BGSe)
-    with attending(_core(q_BHSd, k_BGSd, v_BGSe, scores)):
+    with attending(partial(_core, q_BHSd, k_BGSd, v_BGSe, scores)):
         out, lse_BHS = kernel.forward(q, k, v, scores)
     return _narrowed(out, v_BGSe.shape[-1]), lse_BHS
 
@@ -82,7 +82,7 @@ def backward(
         return torch.zeros_like(q_BHSd), torch.zeros_like(k_BGSd), torch.zeros_like(v_BGSe)
     kernel = KERNELS[q_BHSd.device.type]
     grad, q, k, v, out = _widened(kernel, grad_BHSe, q_BHSd, k_BGSd, v_BGSe, out_BHSe)
-    with attending(_core(q_BHSd, k_BGSd, v_BGSe, scores)):
+    with attending(partial(_core, q_BHSd, k_BGSd, v_BGSe, scores)):
         grad_q, grad_k, grad_v = kernel.backward(grad, q, k, v, out, lse_BHS, scores)
     key_width = q_BHSd.shape[-1]
     value_width = v_BGSe.shape[-1]
