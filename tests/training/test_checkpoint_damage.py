@@ -142,10 +142,9 @@ def put(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
         ("model/norm", torch.zeros(1), "parameter norm is (1,) there and (3,) here"),
         ("model/norm", None, "it lacks parameter norm"),
         ("model/gate", torch.zeros(1), "it holds also parameter gate"),
-        ("state/router.bias", torch.zeros(1), "it holds also state router.bias"),
         ("optimizer/exp_avg/norm", torch.zeros(3).long(), "optimizer state exp_avg of norm is I64 there and F32 here"),
         ("optimizer/exp_avg/norm", torch.zeros(1), "optimizer state exp_avg of norm is (1,) there and (3,) here"),
-        ("optimizer/exp_avg/norm", None, "it lacks optimizer state exp_avg of norm"),
+        ("optimizer/exp_avg/norm", None, "keeps exp_avg_sq, step of norm, and this one exp_avg, exp_avg_sq, step"),
         ("optimizer/exp_avg/gate", torch.zeros(3), "it holds also optimizer state exp_avg of gate"),
     ],
 )
