@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, Self, final
 
+import torch
 from attrs import frozen
 
 from moefw.core.errors import ContractError
 from moefw.system.python import python
+from moefw.training.checkpoint.reading import opened
 from moefw.training.folder import checkpoint_dirs
 from moefw.training.records.metrics import read_metrics
 
@@ -217,13 +219,9 @@ def checkpoints(run_dir: Path) -> dict[int, dict[str, bytes]]:
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:
     """Every tensor of a checkpoint by name: dtype, shape and bits."""
+    reader = opened(checkpoint)
     by_name: dict[str, bytes] = {}
-    for shard in sorted(checkpoint.glob("*.safetensors")):
-        data = shard.read_bytes()
-        begin = 8 + int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8:begin]).items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                kind = f"{entry['dtype']} {entry['shape']} "
-                by_name[name] = kind.encode() + data[begin:][first:last]
+    for name, saved in reader.tensors.items():
+        bits = reader.read(name).reshape(-1).view(torch.uint8).numpy().tobytes()
+        by_name[name] = f"{saved.dtype} {saved.shape} ".encode() + bits
     return by_name

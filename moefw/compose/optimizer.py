@@ -17,7 +17,8 @@ from moefw.core.facts import ANY
 from moefw.core.plugin import OPTIMIZER, MemoryPolicyPlugin
 from moefw.core.records import Canonical
 from moefw.runtime.naming import by_parameter
-from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows, origins
+from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows
+from moefw.runtime.parallel.boxes import boxes
 from moefw.runtime.parallel.local_shards import local, shared_out_like
 
 STEP = "step"
@@ -111,7 +112,7 @@ class OptimizerUnderPolicies(torch.optim.Optimizer):
         self._states = states
         self._keys = tuple(keys)
         self._seed = seed
-        self._origins = {parameter: origins(own) for parameter, own in pieces.items()}
+        self._boxes = {parameter: boxes(own) for parameter, own in pieces.items()}
         for parameter in (each for group in self.param_groups for each in group["params"]):
             rooms = {key: states.room(local(parameter.detach())) for key in self._keys}
             self.state[parameter] = {key: shared_out_like(parameter, room) for key, room in rooms.items()}
@@ -143,7 +144,7 @@ class OptimizerUnderPolicies(torch.optim.Optimizer):
             parameter=local_rows(parameter),
             grad=local_rows(grad),
             states={key: local_rows(state[key]) for key in self._keys},
-            origins=self._origins[parameter],
+            boxes=self._boxes[parameter],
             step=int(state[STEP]),
             seed=self._seed,
         )

@@ -28,6 +28,7 @@ from moefw.runtime.adapters import MergedParameters
 from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.naming import canonical_parameters
+from moefw.runtime.parallel.boxes import whole_shape
 from moefw.runtime.parallel.holders import Holding, holdings, is_first_part, writes_state
 from moefw.runtime.parallel.local_shards import is_shared_out, whole
 
@@ -140,7 +141,7 @@ class _Own:
         self._held: dict[str, tuple[Holding, Canonical]] = {}
         """What this rank writes, or must take part in gathering, by name."""
         for holding in holdings(module):
-            takes_part = holding.has_turn(layout) or is_shared_out(holding.parameter)
+            takes_part = holding.writes(layout) or is_shared_out(holding.parameter)
             if holding.in_stage(layout) and takes_part and holding.pieces[0].of_adapter == of_adapters:
                 self._held |= {piece.name: (holding, piece) for piece in holding.pieces}
         self._states: dict[str, Tensor] = {}
@@ -153,9 +154,8 @@ class _Own:
         """Whole shapes of the tensors that this rank writes, by name, in the order of its model."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (holding, piece) in self._held.items():
-            if holding.has_turn(self._layout) and is_first_part(piece):
-                part = piece.of(torch.empty(holding.parameter.shape, device="meta")).shape
-                shapes[name] = tuple(piece.shard.whole(part) if piece.shard else part)
+            if holding.writes(self._layout) and is_first_part(piece):
+                shapes[name] = whole_shape(piece)
         return shapes | {name: tuple(state.shape) for name, state in self._states.items()}
 
     def gathered(self, name: str) -> Tensor | None:
@@ -173,7 +173,7 @@ class _Own:
             return None
         if self._current is None:
             self._current = holding, values_of(whole(self._merged.of(holding.pieces)))
-        return holding.joined(piece, self._current[1], self._layout) if holding.has_turn(self._layout) else None
+        return holding.joined(piece, self._current[1], self._layout) if holding.writes(self._layout) else None
 
     def sent(self, values: Tensor | None, like: Tensor, writer: int) -> Tensor:
         """Values of the rank ``writer``, with the shape and dtype of ``like``. Collective over all ranks."""

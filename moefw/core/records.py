@@ -123,9 +123,10 @@ Order = Sequence[Sequence[Entry]]
 class Canonical:
     """A parameter, or its piece ``parameter[index]``, under a name that is the same in every layout.
 
-    ``shard`` is the part of the named tensor that this rank holds; None: all of it. ``holders``: the positions on pp
-    that hold copies, which other tokens' gradients reach; empty: this one alone. ``adapter_std``: of a parameter of an
-    adapter, which no folder of weights has, the standard deviation of its initial values; None: it is of the model.
+    ``index``: of numbers, and of slices without a step. ``shard`` is the part of the named tensor that this rank holds;
+    None: all of it. ``holders``: the positions on pp that hold copies, which other tokens' gradients reach; empty: this
+    one alone. ``adapter_std``: of a parameter of an adapter, which no folder of weights has, the standard deviation of
+    its initial values; None: it is of the model.
     """
 
     name: str

@@ -31,8 +31,8 @@ from moefw.runtime.finite import all_finite
 from moefw.system.folders import new_folder, temporary_folder
 from moefw.training.checkpoint.base import base_of, require_same_base
 from moefw.training.checkpoint.choice import way_out
-from moefw.training.checkpoint.manifest import Damage, Manifest, read_manifest
-from moefw.training.checkpoint.shards import opened
+from moefw.training.checkpoint.manifest import Damage
+from moefw.training.checkpoint.reading import Reader, opened
 from moefw.training.exporting_base import Base, Merged
 from moefw.training.exporting_codes import CodedTensors
 
@@ -63,11 +63,10 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, form: Form) -> Ex
     family: str = config["model_type"]
     coding = _coding(form, family)
     with way_out(checkpoint):
-        manifest = read_manifest(checkpoint)
-        require_same_base(checkpoint, manifest.origin.base, base_of(assembly, None))
-        files = opened(checkpoint, manifest)
+        saved = opened(checkpoint)
+        require_same_base(checkpoint, saved.manifest.origin.base, base_of(assembly, None))
     base = Base(assembly)
-    shapes = {name: manifest.tensors[name].shape for name in _exported(manifest) if name not in base.of_adapters}
+    shapes = {name: saved.tensors[name].shape for name in _exported(saved) if name not in base.of_adapters}
     shapes |= base.shapes
     origins = {name: origin_of(name.split("/", 1)[1], FAMILIES[family].rules) for name in shapes}
     dtype = torch.float32 if form == "fp32" else torch.bfloat16
@@ -94,7 +93,7 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, form: Form) -> Ex
         ):
 
             def read(name: str) -> Tensor:
-                values: Tensor = base.read(name) if name in base.shapes else files[name].get_tensor(name)
+                values = base.read(name) if name in base.shapes else saved.read(name)
                 as_saved(name.split("/", 1)[1], values)
                 return values
 
@@ -186,10 +185,10 @@ def _computed(model: Tree, attention: Tree, routing: Tree) -> Iterator[tuple[str
     yield "routing.balance", "expert_bias" if biased else "no bias"
 
 
-def _exported(manifest: Manifest) -> list[str]:
+def _exported(saved: Reader) -> list[str]:
     """Tensors of a checkpoint that belong to the model: parameters, and the routers' states."""
-    routers = (name for name in manifest.tensors if name.startswith("state/") and ".router." in name)
-    return [*(name for name in manifest.tensors if name.startswith("model/")), *routers]
+    routers = (name for name in saved.tensors if name.startswith("state/") and ".router." in name)
+    return [*(name for name in saved.tensors if name.startswith("model/")), *routers]
 
 
 def _described(

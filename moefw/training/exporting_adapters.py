@@ -14,8 +14,7 @@ from moefw.models.huggingface.config import read_config
 from moefw.runtime.naming import canonical_parameters
 from moefw.training.checkpoint.base import base_of, require_same_base
 from moefw.training.checkpoint.choice import way_out
-from moefw.training.checkpoint.manifest import read_manifest
-from moefw.training.checkpoint.shards import opened
+from moefw.training.checkpoint.reading import opened
 from moefw.training.new_run import on_meta
 
 
@@ -29,25 +28,24 @@ def export_adapter(assembly: Assembly, checkpoint: Path, target: Path, style: St
     """
     config = adapter_config(assembly)
     with way_out(checkpoint):
-        manifest = read_manifest(checkpoint)
-        require_same_base(checkpoint, manifest.origin.base, base_of(assembly, None))
-        files = opened(checkpoint, manifest)
+        checkpointed = opened(checkpoint)
+        require_same_base(checkpoint, checkpointed.manifest.origin.base, base_of(assembly, None))
     of_adapters = {piece.name for piece in canonical_parameters(on_meta(assembly)) if piece.of_adapter}
-    saved = {name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")}
+    saved = {name.removeprefix("model/") for name in checkpointed.tensors if name.startswith("model/")}
     others = sorted(saved - of_adapters)
     if others:
         what = f"{checkpoint} also has weights that trained beside adapters, such as {others[0]}."
         raise CheckpointError(what, "Use --adapter merge: files of adapters have no place for them.")
 
     def read(name: str) -> Tensor:
-        values: Tensor = files[f"model/{name}"].get_tensor(f"model/{name}")
-        return values
+        with way_out(checkpoint):
+            return checkpointed.read(f"model/{name}")
 
     base = Path(assembly.spec.train.weights or "")
     return write_adapter(
         target,
         config,
-        {name: manifest.tensors[f"model/{name}"].shape for name in sorted(of_adapters)},
+        {name: checkpointed.tensors[f"model/{name}"].shape for name in sorted(of_adapters)},
         read,
         model_type=read_config(base)["model_type"],
         num_layers=getattr(assembly.parts.model, "num_layers", assembly.site.num_layers),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +13,13 @@ from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.data import TOKENIZER
 from moefw.models.huggingface.beside import CHAT, hand_on
 from moefw.models.huggingface.loading import router_states, wanted
-from moefw.models.huggingface.stored import Description
-from moefw.models.huggingface.writing import Written, create
+from moefw.models.huggingface.writing import Written
 from moefw.plugins.data.source import tokenizer_beside
 from moefw.system.folders import new_folder
-from moefw.training.checkpoint.commit import begin, commit, sync
-from moefw.training.checkpoint.manifest import Manifest
-from moefw.training.checkpoint.shards import described
+from moefw.training.checkpoint.commit import begin, commit
+from moefw.training.checkpoint.files import NAMES, file_of, finish, laid_out, reserve, whole
+from moefw.training.checkpoint.manifest import Manifest, SavedTensor
 from moefw.training.resolved_spec import write_resolved
-
-FILE: Final = "rank-00000.safetensors"
 
 
 def on_meta(assembly: Assembly) -> nn.Module:
@@ -50,13 +46,15 @@ def write_run(
         states = {name for name, _ in router_states(model)}
         names = {f"{'state' if name in states else 'model'}/{name}": name for name, _ in wanted(model)}
         shapes = dict(wanted(model))
-        tensors: dict[str, Description] = {full: (torch.float32, shapes[name]) for full, name in names.items()}
-        create(writing / FILE, tensors)
+        tensors = {full: SavedTensor(NAMES[torch.float32], shapes[name]) for full, name in names.items()}
+        path = writing / file_of(0)
+        parts = laid_out(whole(full, tensor) for full, tensor in tensors.items())
+        reserve(path, parts)
         written = Written.opened(writing)
         fill({name: written.tensors[full] for full, name in names.items()})
         written.flush()
-        sync(writing / FILE)
-        commit(writing, Manifest(step=0, shards=(described(writing / FILE),)).sealed(), step)
+        saved = finish(path, parts)
+        commit(writing, Manifest(step=0, tensors=tensors, files={saved.file: saved.digest}).sealed(), step)
         write_resolved(assembly, scratch)
         if content is not None:
             (scratch / TOKENIZER).write_bytes(content)

@@ -27,8 +27,8 @@ from moefw.models.huggingface.loading import wanted
 from moefw.runtime.finite import all_finite
 from moefw.runtime.naming import draw
 from moefw.training.checkpoint.choice import way_out
-from moefw.training.checkpoint.manifest import Damage, read_manifest
-from moefw.training.checkpoint.shards import opened as opened_shards
+from moefw.training.checkpoint.manifest import Damage
+from moefw.training.checkpoint.reading import opened as opened_checkpoint
 from moefw.training.importing import opened as opened_folder
 from moefw.training.new_run import on_meta, write_run
 from moefw.training.resume import candidates
@@ -117,9 +117,8 @@ def dense_of_run(assembly: Assembly) -> Dense:
     run_dir = Path(assembly.spec.run.dir)
     ((_, checkpoint),) = candidates(run_dir, "last")
     with way_out(checkpoint):
-        manifest = read_manifest(checkpoint)
-        files = opened_shards(checkpoint, manifest)
-    saved = {name: tensor.shape for name, tensor in manifest.tensors.items()}
+        reader = opened_checkpoint(checkpoint)
+    saved = {name: tensor.shape for name, tensor in reader.tensors.items()}
     problems = [
         Problem(f"{checkpoint} holds {saved.get(f'model/{name}')} for {name}, and its spec says {shape}.")
         for name, shape in wanted(on_meta(assembly))
@@ -131,7 +130,7 @@ def dense_of_run(assembly: Assembly) -> Dense:
     @contextmanager
     def reading() -> Iterator[Callable[[str], Tensor]]:
         with way_out(checkpoint), all_finite(checkpoint, Damage) as looked_at:
-            yield lambda name: looked_at(name, files[f"model/{name}"].get_tensor(f"model/{name}"))
+            yield lambda name: looked_at(name, reader.read(f"model/{name}"))
 
     return Dense(assembly, reading, run_dir / TOKENIZER)
 

@@ -22,7 +22,8 @@ OVERRIDES = (
     "data.tokenizer=bpe-300",
     "model.vocab_size=300",
 )
-CHECKPOINT = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
+SHARDS = ("rank-00000.safetensors", "rank-00001.safetensors")
+CHECKPOINT = ("manifest.json", *SHARDS, "rank-00000.index.json", "rank-00001.index.json")
 FILES = (
     *("run/spec.yaml", "run/metrics.jsonl", "run/tokenizer.json", "run/ledger.json", "run/sample.txt"),
     *("run/tensorboard/*", "run/report.html"),
@@ -123,19 +124,19 @@ def test_nothing_is_made_of_a_tokenizer_with_a_flipped_bit(finished: Finished, r
 
 def exchange(run_dir: Path) -> None:
     folder = run_dir / "checkpoints" / f"step-{STEPS}"
-    first, second = (folder / name for name in CHECKPOINT[1:])
+    first, second = (folder / name for name in SHARDS)
     first.rename(folder / "other")
     second.rename(first)
     (folder / "other").rename(second)
 
 
 def take_an_older(run_dir: Path) -> None:
-    older, newer = (run_dir / "checkpoints" / f"step-{step}" / CHECKPOINT[1] for step in (EVERY, STEPS))
+    older, newer = (run_dir / "checkpoints" / f"step-{step}" / SHARDS[0] for step in (EVERY, STEPS))
     shutil.copy(older, newer)
 
 
 def lose(run_dir: Path) -> None:
-    (run_dir / "checkpoints" / f"step-{STEPS}" / CHECKPOINT[1]).unlink()
+    (run_dir / "checkpoints" / f"step-{STEPS}" / SHARDS[0]).unlink()
 
 
 @pytest.mark.fault("{id}", "refused by name")
@@ -151,4 +152,4 @@ def test_nothing_is_made_of_other_shards(finished: Finished, room: Path, damage:
     finished.copy(room)
     damage(room / "run")
     for said in (say("eval", room / "run", "--json"), resume(finished.spec, room / "run")):
-        assert said.refuses(CHECKPOINT[1]), said
+        assert said.refuses(SHARDS[0]), said

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from attrs import frozen
-from safetensors.torch import load_file
 from torch import Tensor
 
 import moefw
+from checkpoint_cases import saved
 from moefw.compose.optimizer import build_optimizer
 from moefw.plugins.memory.offload import OptimizerOffload
 from moefw.plugins.memory.offload.buffers import STATES, host_memory
@@ -58,17 +58,10 @@ def trained(tree: Mapping[str, Any], world: int, steps: range, folder: str) -> N
     shared.close()
 
 
-def saved(folder: Path, step: int) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in (folder / "checkpoints" / f"step-{step}").glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
 def run(pool: RankPool, folder: Path, memory: Memory, layout: str, steps: range, **parts: Any) -> dict[str, Tensor]:
     world, parallel = LAYOUTS[layout]
     pool.run(trained, world, {"memory": memory, "parallel": parallel, **parts}, world, steps, str(folder))
-    return saved(folder, steps.stop)
+    return saved(folder / "checkpoints" / f"step-{steps.stop}")
 
 
 def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:

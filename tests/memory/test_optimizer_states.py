@@ -17,7 +17,8 @@ from moefw.plugins.memory.offload.streams import CudaTransfers, PlainTransfers
 from moefw.plugins.memory.optimizer_bf16.states import BF16Policy, BF16States, draws, rounded
 from moefw.plugins.optimizers.adamw import AdamW
 from moefw.runtime.naming import by_parameter, canonical_parameters
-from moefw.runtime.optimizer_states import OptimizerStates, StatePart, buckets, local_rows, numbers, origins
+from moefw.runtime.optimizer_states import OptimizerStates, StatePart, buckets, local_rows
+from moefw.runtime.parallel.boxes import boxes, numbers
 from moefw.runtime.parallel.local_shards import local
 from moefw.testing.suites.watch import same_bits
 
@@ -66,7 +67,7 @@ def part_of(shape: tuple[int, ...], *, step: int = 0) -> StatePart:
     model.weight = nn.Parameter(torch.zeros(shape))
     pieces = list(canonical_parameters(model))
     rows = local_rows(pieces[0].parameter)
-    return StatePart(group=0, parameter=rows, grad=rows, states={}, origins=origins(pieces), step=step, seed=0)
+    return StatePart(group=0, parameter=rows, grad=rows, states={}, boxes=boxes(pieces), step=step, seed=0)
 
 
 def test_rounding_at_random_goes_to_a_neighbour_and_is_right_on_average() -> None:
@@ -174,8 +175,8 @@ def test_buckets_hold_all_rows_in_order_and_cut_where_vectors_are_full(elements:
     for bucket in found:
         assert len(bucket) == 1 or sum(part.parameter.numel() for part in bucket) <= elements
         for part in bucket:
-            (origin,) = part.origins
-            assert same_bits(numbers(origin, CPU), part.parameter)
+            (box,) = part.boxes
+            assert same_bits(numbers(box, CPU), part.parameter)
             assert part.parameter.flatten()[0] % 64 == 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,15 @@ from torch import Tensor, nn
 
 from fake_steps import fake_assembly
 from moefw.core.errors import CheckpointError
-from moefw.models.huggingface.writing import Written
 from moefw.runtime.parallel.opened_layout import OpenedLayout
 from moefw.testing.training import SMALL
 from moefw.training import checkpoint
+from moefw.training.checkpoint import files, saving
+from moefw.training.checkpoint.parts import Part
+from moefw.training.checkpoint.reading import opened, read_manifest
 
-SHARD = "rank-00000.safetensors"
+SHARD = files.file_of(0)
+INDEX = files.index_of(SHARD)
 
 
 class Tiny(nn.Module):
@@ -64,15 +66,18 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {name: value.detach().clone() for name, value in {**dict(model.named_parameters()), **states}.items()}
 
 
-def refused(folder: Path) -> str:
-    """Return the message with which a checkpoint is refused, and check that loading changes nothing."""
+def refused(folder: Path, *, filled: bool = False) -> str:
+    """Return the message with which a checkpoint is refused, and check that loading changes nothing.
+
+    ``filled``: a tensor is damaged, and others may be filled; only the optimizer has no new state.
+    """
     model, optimizer = tiny(2.0)
     before = everything(model, optimizer)
     with pytest.raises(CheckpointError) as error:
         checkpoint.load(folder, model, optimizer)
     after = everything(model, optimizer)
     assert before.keys() == after.keys()
-    assert all(before[name].equal(after[name]) for name in before)
+    assert filled or all(before[name].equal(after[name]) for name in before)
     (line,) = str(error.value).splitlines()
     assert "Delete" not in line
     return line
@@ -96,28 +101,48 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(sealed(content))
 
 
-def forge_shard(folder: Path, data: bytes) -> None:
-    """Replace the bytes of the first shard, and its hash in the manifest."""
-    (folder / SHARD).write_bytes(data)
+def forge_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the index of the first file, and its hash in the manifest."""
+    path = folder / INDEX
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    forge(folder, lambda manifest: manifest["files"].update({SHARD: digest}))
 
-    def change(content: dict[str, Any]) -> None:
-        content["shards"][0]["sha256"] = hashlib.sha256(data).hexdigest()
 
-    forge(folder, change)
+def saved(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint, whoever wrote them."""
+    reader = opened(folder)
+    return {name: reader.read(name) for name in reader.tensors}
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Change the tensors of a checkpoint, under hashes that are right. One file has them all then."""
+    manifest = read_manifest(folder)
+    tensors = saved(folder)
+    change(tensors)
+    for path in folder.iterdir():
+        path.unlink()
+    parts = [
+        Part(name=name, values=values, corner=(0,) * values.dim(), whole=tuple(values.shape))
+        for name, values in tensors.items()
+    ]
+    report = saving.report(files.write(folder / SHARD, parts, lambda said: None), parts)
+    (folder / "manifest.json").write_bytes(saving.manifest_of(manifest.step, manifest.origin, [report]).sealed())
+
+
+def put(folder: Path, name: str, tensor: Tensor | None) -> None:
+    """Replace a tensor of a checkpoint, under hashes that are right; None removes it."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+
+    rewrite(folder, change)
 
 
 def spoil(folder: Path, name: str, value: float = torch.nan) -> None:
-    """Put ``value`` into a tensor of a checkpoint, under a hash that is right."""
-    written = Written.opened(folder)
-    written.tensors[name].view(-1)[0] = value
-    written.flush()
-    forge_shard(folder, (folder / SHARD).read_bytes())
-
-
-def with_header(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
-    """Return a safetensors file with another header."""
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+    """Put ``value`` into a tensor of a checkpoint, under hashes that are right."""
+    rewrite(folder, lambda tensors: tensors[name].view(-1)[0].fill_(value))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint_cases import SHARD, save, tiny
+from checkpoint_cases import INDEX, SHARD, save, tiny
 from fake_steps import fake_assembly
 from moefw.compose.optimizer import build_optimizer
 from moefw.core.errors import RunError
@@ -28,7 +28,7 @@ from moefw.testing.suites.runs import open_model, whole_model
 from moefw.testing.training import SMALL
 from moefw.training import checkpoint
 from moefw.training.checkpoint import saving
-from moefw.training.checkpoint.shards import verify
+from moefw.training.checkpoint.reading import opened
 from moefw.training.folder import checkpoint_dirs
 
 
@@ -68,6 +68,7 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -
         save(tmp_path / "run", 4)
     assert log == [
         f"sync {SHARD}",
+        f"sync {INDEX}",
         "sync manifest.json",
         "sync step-4.tmp",
         "rename step-4.tmp step-4",
@@ -104,11 +105,12 @@ def test_at_every_moment_of_a_save_over_another_one_a_checkpoint_of_the_step_is_
         chosen = checkpoint.choose(run, "last")
         assert chosen is not None
         assert chosen.step == 4
-        verify(chosen.folder)
+        opened(chosen.folder).verify()
         checkpoint.load(chosen.folder, *tiny())
         save(run, 6)
         assert {"step-4", "step-6"} <= names(run) <= {"step-2", "step-4", "step-6"}
-        assert all(not verify(folder) for _, folder in checkpoint_dirs(run))
+        for _, folder in checkpoint_dirs(run):
+            opened(folder).verify()
 
 
 def test_what_killed_runs_have_left_goes_at_the_next_save(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def fill_the_disk(run_dir: Path) -> str:
     model, assembly, layout, shared = open_model(whole_model(2, parts=parts, plugins=(), sizes={"vocab_size": 64}))
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    fault = mock.patch.object(saving, "save_file", full if layout.rank == 1 else saving.save_file)
+    fault = mock.patch.object(saving, "write", full if layout.rank == 1 else saving.write)
     said = ""
     if layout.rank == 0:
         save(run_dir, 1)

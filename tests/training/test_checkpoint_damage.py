@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
 
 import checkpoint_cases
-from checkpoint_cases import SHARD, forge, forge_shard, refused, tiny, with_header
+from checkpoint_cases import INDEX, SHARD, forge, forge_index, put, refused, tiny
 from moefw.core.errors import CheckpointError
 from moefw.training import checkpoint
-from moefw.training.checkpoint.shards import described
+from moefw.training.checkpoint.files import file_of, write
+from moefw.training.checkpoint.manifest import Damage
+from moefw.training.checkpoint.parts import Part
+from moefw.training.checkpoint.reading import opened
 
 
 @pytest.fixture
@@ -29,28 +31,32 @@ def folder(tmp_path: Path) -> Path:
 def test_every_flipped_byte_of_a_shard_is_named(folder: Path) -> None:
     """In header or tensor: the first bit of one byte, the second of the next, and so on."""
     path = folder / SHARD
-    whole, names = path.read_bytes(), described(path).tensors
-    start = min(tensor.begin for tensor in names.values())
+    whole = path.read_bytes()
+    parts = opened(folder).files[0].parts
     words = {"model": "parameter {}", "optimizer/step": "optimizer state step of {}"}
     for place in range(len(whole)):
         data = bytearray(whole)
         data[place] ^= 1 << place % 8
         path.write_bytes(data)
-        said = refused(folder)
-        if place < start:
+        said = refused(folder, filled=place >= parts[0].begin)
+        if place < parts[0].begin:
             assert f"{path} is damaged in its header." in said, place
         else:
-            (name,) = (name for name, tensor in names.items() if tensor.begin <= place < tensor.end)
+            (name,) = (part.name for part in parts if part.begin <= place < part.begin + part.nbytes)
             kind, _, of = name.rpartition("/")
             told = words.get(kind, f"optimizer state {kind.split('/')[-1]} of {{}}").format(of)
             assert f"{path} is damaged: {told}." in said, place
 
 
-def test_several_damaged_tensors_are_counted(folder: Path) -> None:
-    path = folder / SHARD
-    data = path.read_bytes()
-    path.write_bytes(data[:-60] + bytes(60))
-    assert "and " in refused(folder).split("is damaged: ")[1].split(".")[0]
+@pytest.mark.fault("each byte of an index flips", "refused by name")
+def test_every_flipped_byte_of_an_index_is_named(folder: Path) -> None:
+    path = folder / INDEX
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 8
+        path.write_bytes(data)
+        assert f"{path} is damaged." in refused(folder), place
 
 
 def test_a_file_of_another_length_is_told(folder: Path) -> None:
@@ -59,7 +65,7 @@ def test_a_file_of_another_length_is_told(folder: Path) -> None:
     path.write_bytes(data + b"\0")
     assert f"{path} is damaged: it has another length" in refused(folder)
     path.write_bytes(data[:-4])
-    assert f"{path} is damaged: " in refused(folder)
+    assert f"{path} is damaged: it has another length" in refused(folder)
     path.write_bytes(data[:3])
     assert f"{path} is damaged in its header" in refused(folder)
     path.unlink()
@@ -70,67 +76,60 @@ def test_a_file_of_another_length_is_told(folder: Path) -> None:
 
 @pytest.mark.fault("two shards are exchanged", "refused; both are named")
 def test_exchanged_shards_are_named(folder: Path) -> None:
-    one, other = folder / SHARD, folder / "rank-00001.safetensors"
-    other.write_bytes(save({"model/more": torch.ones(2)}))
-    forge(folder, lambda content: content["shards"].append(described(other).to_data()))
-    assert "holds also parameter more" in refused(folder)
+    one, other = folder / SHARD, folder / file_of(1)
+    more = [Part(name="model/more", values=torch.ones(2), corner=(0,), whole=(2,))]
+    added = write(other, more, lambda said: None)
+
+    def add(content: dict[str, Any]) -> None:
+        content["files"][other.name] = added.digest
+        content["tensors"]["model/more"] = {"dtype": "F32", "shape": [2]}
+
+    forge(folder, add)
+    assert "it holds also parameter more" in refused(folder)
     kept = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(kept)
-    assert f"{one} holds what {other.name} held: files were exchanged" in refused(folder)
+    with pytest.raises(Damage, match=re.escape(f"{one} holds what {other.name} held: files were exchanged")):
+        opened(folder).verify()
 
 
-def overlapping(header: dict[str, Any]) -> None:
-    header["model/norm"]["data_offsets"] = header["model/embed"]["data_offsets"]
+def dropped(index: dict[str, Any]) -> None:
+    index["parts"].pop(0)
 
 
-def renamed(header: dict[str, Any]) -> None:
-    header["model/other"] = header.pop("model/norm")
+def twice(index: dict[str, Any]) -> None:
+    index["parts"][1] = {**index["parts"][0], "shape": [1, 3]}
 
 
-def regrown(header: dict[str, Any]) -> None:
-    header["model/embed"]["shape"] = [3, 2]
+def moved(index: dict[str, Any]) -> None:
+    index["parts"][0]["corner"] = [1, 0]
 
 
-def retyped(header: dict[str, Any]) -> None:
-    header["model/embed"]["dtype"] = "I32"
+def retyped(index: dict[str, Any]) -> None:
+    index["parts"][0]["dtype"] = "I32"
 
 
-@pytest.mark.fault("a shard's header is changed under a hash that is right ({id})", "refused by name")
+def renamed(index: dict[str, Any]) -> None:
+    index["parts"][0]["name"] = "model/other"
+
+
+@pytest.mark.fault("an index is changed under a hash that is right ({id})", "refused by name")
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (overlapping, "is no safetensors file"),
-        (renamed, "name other tensors: 'model/norm'"),
-        (regrown, "parameter embed is F32 (3, 2), and F32 (2, 3) in the manifest"),
-        (retyped, "parameter embed is I32 (2, 3), and F32 (2, 3) in the manifest"),
+        (dropped, "the parts of parameter embed are not the whole of its shape (2, 3)"),
+        (twice, "the parts of parameter embed are not the whole of its shape (2, 3)"),
+        (moved, "a part of parameter embed lies outside of its shape (2, 3)"),
+        (retyped, "parameter embed is I32 in a file, and F32 in the manifest"),
+        (renamed, "holds parameter other, which the manifest does not name"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_header_that_says_something_else_is_told_though_the_hash_is_right(
+def test_an_index_that_says_something_else_is_told_though_the_hash_is_right(
     folder: Path, change: Callable[[dict[str, Any]], None], told: str
 ) -> None:
-    forge_shard(folder, with_header((folder / SHARD).read_bytes(), change))
+    forge_index(folder, change)
     assert told in refused(folder)
-
-
-@pytest.mark.fault("a shard is no safetensors file under a hash that is right ({id})", "refused by name")
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"x" * 40, struct.pack("<Q", 1 << 62) + b"{}", struct.pack("<Q", 100_000) + b"[" * 100_000],
-    ids=["empty", "letters", "endless", "nested"],
-)
-def test_what_is_no_safetensors_file_is_told_though_the_hash_is_right(folder: Path, data: bytes) -> None:
-    forge_shard(folder, data)
-    assert f"{folder / SHARD} is no safetensors file" in refused(folder)
-
-
-def put(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
-    """Replace a tensor, its description and the hashes; None removes it."""
-    tensors = load_file(folder / SHARD)
-    tensors.pop(name, None)
-    (folder / SHARD).write_bytes(save(tensors | ({} if tensor is None else {name: tensor})))
-    forge(folder, lambda content: content.update(shards=[described(folder / SHARD).to_data()]))
 
 
 @pytest.mark.parametrize(

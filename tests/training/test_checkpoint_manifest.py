@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_cases import SHARD, everything, forge, refused, save, tiny
+from checkpoint_cases import INDEX, SHARD, everything, forge, forge_index, refused, save, tiny
 from moefw.core.errors import CheckpointError
 from moefw.training import checkpoint
 from moefw.training.checkpoint.manifest import MAX_BYTES
@@ -82,7 +82,7 @@ def test_the_same_content_in_other_words_is_refused(folder: Path) -> None:
         b"\xff\xfe",
         b"[" * 200_000,
         b'{"format":' + b"9" * 9000 + b"}",
-        b'{"format": "2"}',
+        b'{"format": "3"}',
     ],
     ids=["empty", "list", "object", "letter", "null", "bytes", "nested", "digits", "text"],
 )
@@ -109,7 +109,7 @@ def test_a_manifest_that_is_no_file_is_told(folder: Path) -> None:
 
 def test_another_format_is_told(folder: Path) -> None:
     (folder / "manifest.json").write_text('{"format": 1, "step": 4, "shards": []}')
-    assert "has checkpoint format 1; this moefw reads 2. Use the moefw version that wrote it" in refused(folder)
+    assert "has checkpoint format 1; this moefw reads 2 and 3. Use the moefw version that wrote it" in refused(folder)
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:
@@ -125,7 +125,7 @@ def test_a_value_of_a_wrong_type_is_told_wherever_it_stands(folder: Path) -> Non
     """Also if the hash matches the value."""
     whole = (folder / "manifest.json").read_bytes()
     number = len(places({key: value for key, value in json.loads(whole).items() if key != "sha256"}))
-    assert number > 15
+    assert number == 15
     for place in range(number):
         for wrong in (None, True, -1, 1.5, 1 << 70, [[1]], {"": {}}):
 
@@ -139,8 +139,26 @@ def test_a_value_of_a_wrong_type_is_told_wherever_it_stands(folder: Path) -> Non
             (folder / "manifest.json").write_bytes(whole)
 
 
+def test_a_value_of_a_wrong_type_is_told_wherever_it_stands_in_an_index(folder: Path) -> None:
+    """Also if the hash matches the value."""
+    kept = {path: path.read_bytes() for path in (folder / "manifest.json", folder / INDEX)}
+    number = len(places(json.loads(kept[folder / INDEX])))
+    assert number > 30
+    for place in range(number):
+        for wrong in (None, True, -1, 1.5, 1 << 70, [[1]], {"": {}}):
+
+            def change(content: dict[str, Any], place: int = place, wrong: Any = wrong) -> None:
+                holder, key = places(content)[place]
+                holder[key] = wrong
+
+            forge_index(folder, change)
+            assert str(folder) in refused(folder, filled=True), (place, wrong)
+            for path, data in kept.items():
+                path.write_bytes(data)
+
+
 def rename_shard(name: str) -> Callable[[dict[str, Any]], None]:
-    return lambda content: content["shards"][0].update(file=name)
+    return lambda content: content.update(files={name: content["files"][SHARD]})
 
 
 @pytest.mark.fault("a manifest names a file elsewhere ({id})", "refused by name, and not opened")
@@ -160,17 +178,10 @@ def test_a_shard_that_is_a_link_is_refused(folder: Path) -> None:
     assert f"{folder / SHARD} is a link" in refused(folder)
 
 
-def test_what_is_there_twice_is_refused(folder: Path) -> None:
-    forge(folder, lambda content: content["shards"].append(content["shards"][0]))
-    assert "is there twice" in refused(folder)
-    forge(folder, lambda content: content["shards"][1].update(file="rank-00001.safetensors"))
-    assert "is there twice" in refused(folder)
-
-
 @pytest.mark.parametrize("name", ["embed", "weights/embed", "optimizer/embed", "model/\x1b[2J", "model/"])
 def test_a_name_that_no_tensor_has_is_refused(folder: Path, name: str) -> None:
     def change(content: dict[str, Any]) -> None:
-        tensors = content["shards"][0]["tensors"]
+        tensors = content["tensors"]
         tensors[name] = tensors.pop("model/embed")
 
     forge(folder, change)

@@ -27,8 +27,8 @@ from moefw.testing.pool import RankPool
 from moefw.testing.suites.optimizer_memory_policy_case import give_gradients
 from moefw.testing.suites.runs import open_model, whole_model
 from moefw.training import checkpoint
-from moefw.training.checkpoint.manifest import read_manifest
 from moefw.training.checkpoint.optimizer_keys import keys_kept
+from moefw.training.checkpoint.reading import opened
 from pairwise import each_value
 
 ADAMW = {"optimizer exp_avg": 2, "optimizer exp_avg_sq": 2, "optimizer step": 2}
@@ -189,7 +189,7 @@ def test_states_of_parts_start_fresh_or_are_dropped_with_their_number_on_all_ran
     assert (counts["fresh"].keys(), counts["dropped"].keys()) == (fresh, dropped)
     alone, from_there = load_case(folder, case(1, now))
     assert counts == alone
-    saved = [name.removeprefix("state/") for name in read_manifest(folder).tensors if name.startswith("state/")]
+    saved = [name.removeprefix("state/") for name in opened(folder).tensors if name.startswith("state/")]
     for kind in dropped:
         assert counts["dropped"][kind] == sum(name.endswith(f".{kind}") for name in saved)
     for kind in fresh:

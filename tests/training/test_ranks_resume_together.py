@@ -38,7 +38,7 @@ def runs(tmp_path: Path) -> dict[str, str]:
             folder = tmp_path / name / "checkpoints" / f"step-{step}"
             folder.mkdir()
             origin = checkpoint.Origin(world=world, plugins=(), tokenizer="bytes", sequences=0)
-            (folder / "manifest.json").write_bytes(Manifest(step=step, origin=origin, shards=()).sealed())
+            (folder / "manifest.json").write_bytes(Manifest(step=step, origin=origin, tensors={}, files={}).sealed())
     return {name: str(tmp_path / name) for name in ("a", "b", "c", "none")}
 
 

@@ -19,6 +19,7 @@ from command_here import moefw_says
 from moefw.training import checkpoint, trained
 from moefw.training.checkpoint import saving
 from moefw.training.checkpoint.commit import discard
+from moefw.training.checkpoint.reading import opened
 from moefw.training.folder import checkpoint_dirs
 from moefw.training.trainer import Trainer
 from small_spec import small_spec
@@ -50,10 +51,13 @@ class Place:
         return [json.loads(line)["loss"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
     def flip(self, step: int) -> None:
-        shard = self.run / "checkpoints" / f"step-{step}" / "rank-00000.safetensors"
-        data = bytearray(shard.read_bytes())
-        data[-1] ^= 1
-        shard.write_bytes(data)
+        """Flip a bit of a weight."""
+        checkpoint_dir = self.run / "checkpoints" / f"step-{step}"
+        (file,) = opened(checkpoint_dir).files
+        begin = next(part.begin for part in file.parts if part.name.startswith("model/"))
+        data = bytearray((checkpoint_dir / file.file).read_bytes())
+        data[begin] ^= 1
+        (checkpoint_dir / file.file).write_bytes(data)
 
 
 @pytest.fixture
@@ -218,7 +222,7 @@ def test_a_full_disk_fails_the_run_with_one_message(place: Place, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(saving, "save_file", full)
+        patched.setattr(saving, "write", full)
         said = place.train("--resume", "train.steps=5", code=1)
     assert "error: step-5 could not be saved: [Errno 28] No space left on device (on rank 0)" in said
     assert place.names() == {"step-1", "step-2", "step-3", "step-4"}

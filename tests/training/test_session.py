@@ -10,15 +10,9 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fake_steps import fake_assembly
 from moefw.compose.build import Shared
-from moefw.runtime.parallel.opened_layout import OpenedLayout
-from moefw.testing.training import SMALL
 from moefw.training import session
-from moefw.training.checkpoint.saving import owned
 
 
 @pytest.mark.parametrize(
@@ -88,16 +82,3 @@ def test_a_rank_that_fails_waits_for_no_other() -> None:
     with pytest.raises(OSError, match="broken"):
         holding(log).close(together=False)
     assert log == ["last", "broken", "first"]
-
-
-def test_a_checkpoint_is_collected_on_the_host() -> None:
-    """States that stay on the host may not fit on the device."""
-    layout = OpenedLayout(fake_assembly(dict(SMALL), 1).layout, "cpu")
-    with FakeTensorMode():
-        model = nn.Module()
-        model.weight = nn.Parameter(torch.empty(4, 4, device="cuda"))
-        optimizer = torch.optim.AdamW(model.parameters())
-        optimizer.state[model.weight] = {"exp_avg": torch.zeros(4, 4), "step": torch.zeros(())}
-        found = dict(owned(model, optimizer, layout))
-    assert set(found) == {"model/weight", "optimizer/exp_avg/weight", "optimizer/step/weight"}
-    assert {tensor.device.type for tensor in found.values()} == {"cpu"}

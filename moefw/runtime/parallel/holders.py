@@ -12,8 +12,8 @@ state of routed experts                    edp, etp            ep
 =========================================  ==================  ===================================================
 
 The ranks that hold copies of a parameter have different tokens, so gradients are summed over them. FSDP may shard each
-copy over some of them (``LayoutPlan.copies``). An embedding may also lie in several stages of a pipeline. Of all ranks
-that hold a tensor, one writes it to a checkpoint.
+copy over some of them (``LayoutPlan.copies``). An embedding may also lie in several stages of a pipeline. Ranks that
+store the same elements share the work of writing them to a checkpoint; one alone writes them to other folders.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Final
 from attrs import frozen
 from torch import Tensor, nn
 
-from moefw.core.contracts import Layout
+from moefw.core.contracts import Layout, LayoutPlan
 from moefw.core.records import Canonical, Side
 from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.naming import by_parameter, expert_parameters, joined
@@ -76,16 +76,15 @@ class Holding:
         """Number of ranks that hold each element."""
         return layout.size(*self.copied_over) // self._num_shards(layout) * max(1, len(self.stages))
 
-    def written(self, value: Tensor, layout: Layout, turn: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and tensor of each piece of ``value`` that this rank writes, whole. Collective.
+    def written(self, value: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and tensor of each piece of ``value`` that this rank writes whole, to a folder. Collective.
 
-        ``value``: the parameter, a tensor of its shape, or a scalar that belongs to it. The ranks that hold copies take
-        turns: rank ``turn`` of them writes, counted around.
+        ``value``: the parameter, or a tensor of its shape.
         """
         if not self.in_stage(layout):
             return
         gathered = values_of(whole(value))
-        if not self.has_turn(layout, turn):
+        if not self.writes(layout):
             return
         for piece in self.pieces:
             tensor = self.joined(piece, gathered, layout)
@@ -96,16 +95,16 @@ class Holding:
         """Whether this rank is in the one stage that writes the parameter, of those that hold copies."""
         return not self.stages or layout.index("pp") == self.stages[0]
 
-    def has_turn(self, layout: Layout, turn: int = 0) -> bool:
-        """Whether it is this rank's turn among those that hold copies: see :meth:`written`."""
-        return layout.index(*self.copied_over) == turn % layout.size(*self.copied_over)
+    def writes(self, layout: Layout) -> bool:
+        """Whether this rank is the one that writes, of those that hold copies in a stage: see :meth:`written`."""
+        return layout.index(*self.copied_over) == 0
 
     def joined(self, piece: Canonical, gathered: Tensor, layout: Layout) -> Tensor:
         """Whole tensor of a piece, from a value of :meth:`written` that no rank shards.
 
         Collective over the ranks that hold its parts.
         """
-        tensor = piece.of(gathered) if gathered.shape == self.parameter.shape else gathered
+        tensor = piece.of(gathered)
         return tensor if piece.shard is None else joined(tensor, piece.shard, layout.group(piece.shard.axis))
 
     def _num_shards(self, layout: Layout) -> int:
@@ -118,6 +117,29 @@ def holdings(model: nn.Module) -> Iterator[Holding]:
     experts = expert_parameters(model)
     for parameter, pieces in by_parameter(model):
         yield Holding(parameter=parameter, pieces=pieces, side="experts" if parameter in experts else "dense")
+
+
+def storing_same(
+    layout: Layout, side: Side, axes: Sequence[str], stages: Sequence[int] = (), *, sharded: bool
+) -> tuple[int, ...]:
+    """Ranks that store the same elements of a tensor as this one, in ascending order, by arithmetic alone.
+
+    ``axes`` are those whose ranks hold copies of it, and ``stages`` the positions on pp that do, if several.
+    ``sharded``: FSDP shards it with the parameters of its side, so that a copy is that of one shard.
+    """
+    plan = layout.plan
+    ranks = plan.group(layout.rank, ("pp", *axes) if stages else axes)
+    if stages:
+        ranks = tuple(rank for rank in ranks if plan.coordinates(rank)["pp"] in stages)
+    if not sharded:
+        return ranks
+    shard = _shard(plan, layout.rank, side)
+    return tuple(rank for rank in ranks if _shard(plan, rank, side) == shard)
+
+
+def _shard(plan: LayoutPlan, rank: int, side: Side) -> int:
+    """Number of the shard that FSDP gives a rank."""
+    return next(row.index(rank) for row in plan.copies(rank, side) if rank in row)
 
 
 def is_first_part(piece: Canonical) -> bool:

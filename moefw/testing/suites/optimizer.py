@@ -135,7 +135,7 @@ class OptimizerSuite(Suite):
                     parameter=parameter.detach()[rows],
                     grad=grads[name][rows],
                     states={key: rooms[name][key][rows] for key in keys},
-                    origins=(),
+                    boxes=(),
                     step=step,
                     seed=0,
                 )

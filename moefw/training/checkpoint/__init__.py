@@ -1,9 +1,10 @@
 """Checkpoints: safetensors under canonical names and a sealed JSON manifest, committed by one rename. No pickle.
 
-Names do not depend on the layout, so a checkpoint loads into any layout of the same model. ``manifest`` is the format;
-``saving`` writes, each rank what :mod:`moefw.runtime.parallel.holders` says; ``commit`` adds and removes checkpoints by
-renames; ``choice`` finds the one to continue from, ``differences`` says what of it a run does not carry on, and
-``loading`` checks all of it before it changes anything.
+Names do not depend on the layout, so a checkpoint loads into any layout of the same model. ``parts`` says which rank
+writes what, ``files`` is a file and its index, and ``manifest`` seals them. ``saving`` writes, and ``commit`` adds and
+removes checkpoints by renames. ``choice`` finds the one to continue from, ``reading`` reads boxes of its tensors,
+``differences`` says what of it a run does not carry on, and ``loading`` fills a model with the rest. ``format2`` is
+what older checkpoints are.
 """
 
 from moefw.training.checkpoint.base import base_of

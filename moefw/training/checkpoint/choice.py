@@ -13,8 +13,8 @@ from moefw.compose.spec.source import show
 from moefw.core.data import DataSource
 from moefw.core.errors import CheckpointError, PlanError, Problem
 from moefw.runtime.communication.agreement import everywhere, raise_together
-from moefw.training.checkpoint.manifest import Damage, read_manifest
-from moefw.training.checkpoint.shards import verify
+from moefw.training.checkpoint.manifest import Damage
+from moefw.training.checkpoint.reading import opened, read_manifest
 from moefw.training.folder import checkpoint_dirs
 from moefw.training.resume import Which, candidates
 
@@ -29,10 +29,11 @@ class Chosen:
     passed: tuple[str, ...] = ()
 
 
-def choose(run_dir: Path, which: Which) -> Chosen | None:
+def choose(run_dir: Path, which: Which, group: ProcessGroup | None = None) -> Chosen | None:
     """Checkpoint of a run to resume from, None if ``auto`` starts anew.
 
-    Raises CheckpointError if there is none. Only ``last-good`` checks its tensors here; loading always does.
+    Raises CheckpointError if there is none. Only ``last-good`` checks tensors here, and the ranks of ``group`` share
+    this work: collective then. Loading checks what it reads.
     """
     to_try = candidates(run_dir, which)
     passed: list[str] = []
@@ -40,15 +41,28 @@ def choose(run_dir: Path, which: Which) -> Chosen | None:
         if which != "last-good":
             with way_out(folder):
                 return Chosen(step=step, folder=folder, digest=read_manifest(folder).digest)
-        try:
-            verify(folder)
-            return Chosen(step=step, folder=folder, digest=read_manifest(folder).digest, passed=tuple(passed))
-        except Damage as damage:
-            passed.append(str(damage))
+        digest, damage = _checked_together(folder, group)
+        if damage is None:
+            return Chosen(step=step, folder=folder, digest=digest, passed=tuple(passed))
+        passed.append(damage)
     if passed:
         what = f"no checkpoint of {run_dir} is whole. {' '.join(passed)}"
         raise CheckpointError(what, "Restore one from a copy, or train anew without --resume.")
     return None
+
+
+def _checked_together(folder: Path, group: ProcessGroup | None) -> tuple[str, str | None]:
+    """Digest of a checkpoint, and the first damage that a rank has found in its share of the files. Collective."""
+    index, count = (0, 1) if group is None else (group.rank(), group.size())
+    digest = ""
+    damage = None
+    try:
+        reader = opened(folder)
+        digest = reader.manifest.digest
+        reader.verify(index, count)
+    except Damage as own:
+        damage = str(own)
+    return digest, next((told for told in everywhere(damage, group) if told is not None), None)
 
 
 @contextmanager
@@ -86,7 +100,7 @@ def _advice(run_dir: Path, but: Path | None = None) -> str:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        verify(folder)
+        opened(folder).verify()
     except Damage:
         return False
     return True
@@ -100,8 +114,11 @@ def choose_together(run_dir: Path, which: Which | None, data: DataSource, group:
     """
     chosen = None
     error = None
+    # Ranks that were asked for something else, or see other checkpoints, share no work. What differs is told below.
+    asked = everywhere([which, [step for step, _ in checkpoint_dirs(run_dir)]], group)
+    agree = all(each == asked[0] for each in asked)
     try:
-        chosen = None if which is None else choose(run_dir, which)
+        chosen = None if which is None else choose(run_dir, which, group if agree else None)
     except CheckpointError as found:
         error = found
     raise_together(error, group)

@@ -13,8 +13,7 @@ from typing import Final
 
 from attrs import frozen
 
-from moefw.training.checkpoint.manifest import SavedTensor
-from moefw.training.checkpoint.shards import words
+from moefw.training.checkpoint.manifest import SavedTensor, words
 from moefw.training.checkpoint.slots import Slot
 
 MOST_LISTED: Final = 3

@@ -1,10 +1,10 @@
-"""Loading a checkpoint into a model in any layout: everything is checked before anything is changed."""
+"""Loading a checkpoint into a model in any layout: each rank reads the chunks that hold what it stores."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from attrs import frozen
@@ -15,9 +15,7 @@ from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError, Problem
 from moefw.runtime.communication.agreement import everywhere, raise_together
 from moefw.runtime.naming import by_parameter
-from moefw.runtime.parallel.local_shards import all_of
 from moefw.runtime.pipeline.stage import names_in_stages
-from moefw.system.stamps import stamp
 from moefw.training.checkpoint.base import require_same_base
 from moefw.training.checkpoint.choice import way_out
 from moefw.training.checkpoint.differences import (
@@ -29,31 +27,32 @@ from moefw.training.checkpoint.differences import (
     states_of_optimizer,
     states_of_parts,
 )
-from moefw.training.checkpoint.manifest import Base, Manifest, SavedTensor, read_manifest
+from moefw.training.checkpoint.manifest import Base, SavedTensor
 from moefw.training.checkpoint.optimizer_keys import keys_kept
-from moefw.training.checkpoint.shards import opened
-from moefw.training.checkpoint.slots import Slot, by_target, model_slots, optimizer_slots
+from moefw.training.checkpoint.reading import AnyManifest, Reader, opened
+from moefw.training.checkpoint.slots import Slot, model_slots, optimizer_slots
+
+T = TypeVar("T")
 
 
 @frozen(kw_only=True)
 class Loaded:
     """A checkpoint that has been loaded: its manifest, and the states that were not carried on from it."""
 
-    manifest: Manifest
+    manifest: AnyManifest
     differences: Differences
 
 
 @frozen(kw_only=True, eq=False)
 class _Checked:
-    """A checkpoint that fits this rank. ``files``: the open file of each tensor. ``slots``: those to fill, by name.
+    """A checkpoint that fits this rank. ``slots``: those to fill, by name.
 
     ``optimizer_slots``: those of the optimizer's states, ``rooms``: all states of each parameter. ``fresh``: states of
     this rank's parts that are not filled. ``another_optimizer``: the states in the checkpoint are not those of the
     optimizer here.
     """
 
-    manifest: Manifest
-    files: Mapping[str, Any]
+    reader: Reader
     slots: Mapping[str, Slot]
     optimizer_slots: Mapping[str, Slot]
     rooms: Mapping[nn.Parameter, Mapping[str, Tensor]]
@@ -72,35 +71,45 @@ def load(
     fresh_optimizer: bool = False,
     group: ProcessGroup | None = None,
 ) -> Loaded:
-    """Check every hash, and fill a model, its state and its optimizer. Collective.
+    """Fill a model, its state and its optimizer. Collective.
 
     Frozen parameters are not filled: the folder of the ``base`` in use has them. States of parts that the checkpoint
     lacks stay as they are. ``tokenizer``: fingerprint of the tokenizer in use. ``fresh_optimizer``: the states of
-    another optimizer are dropped. Raises CheckpointError on all ranks of ``group``, before any tensor is filled, if one
-    of them sees a damaged folder, another model, another tokenizer, another base, or another optimizer otherwise.
+    another optimizer are dropped. Raises CheckpointError on all ranks of ``group`` if one of them sees a damaged
+    folder, another model, another tokenizer, another base, or another optimizer otherwise. What the manifest and the
+    indexes tell is checked before any tensor is filled. A chunk is checked as it is read, so that where one is damaged,
+    other tensors may be filled: the model must not be used then.
     """
-    checked = None
-    error = None
     known = names_in_stages(map(of_any_expert, model_slots(model)), model)
-    try:
-        checked = _checked(folder, model, optimizer, tokenizer, base, known, fresh_optimizer=fresh_optimizer)
-    except CheckpointError as own_error:
-        error = own_error
+    checked, error = _attempt(
+        lambda: _checked(folder, model, optimizer, tokenizer, base, known, fresh_optimizer=fresh_optimizer)
+    )
     raise_together(error, group)
     assert checked is not None
     differences = _differences(checked, group)
     slots = dict(checked.slots)
     if not differences.fresh_optimizer:
         slots |= checked.optimizer_slots
+    _, error = _attempt(lambda: _fill(checked.reader, slots))
+    raise_together(error, group)
+    if optimizer is not None and not differences.fresh_optimizer:
         for parameter, held in checked.rooms.items():
-            assert optimizer is not None
             optimizer.state[parameter].update(held)
-    for together in by_target(slots):
-        stamp("loading a checkpoint")
-        with torch.no_grad(), all_of(together[0][1].target) as values:
-            for name, slot in together:
-                slot.fill(values, checked.files[name].get_tensor(name))
-    return Loaded(manifest=checked.manifest, differences=differences)
+    return Loaded(manifest=checked.reader.manifest, differences=differences)
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
+    """Result, or the CheckpointError that was raised."""
+    try:
+        return act(), None
+    except CheckpointError as error:
+        return None, error
+
+
+@torch.no_grad()
+def _fill(reader: Reader, slots: Mapping[str, Slot]) -> None:
+    with way_out(reader.folder):
+        reader.fill({name: slot.targets for name, slot in slots.items()})
 
 
 def _checked(
@@ -118,11 +127,11 @@ def _checked(
     ``known``: the names of the slots of all stages of a pipeline, of any expert.
     """
     with way_out(folder):
-        manifest = read_manifest(folder)
-        _check_same_tokenizer(folder, manifest.origin.tokenizer, tokenizer)
-        require_same_base(folder, manifest.origin.base, base)
-        files = opened(folder, manifest)
-    saved = manifest.tensors
+        reader = opened(folder)
+    origin = reader.manifest.origin
+    _check_same_tokenizer(folder, origin.tokenizer, tokenizer)
+    require_same_base(folder, origin.base, base)
+    saved = reader.tensors
     slots = model_slots(model)
     problems = []
     if misfit := misfit_of_weights(saved, slots, known):
@@ -133,7 +142,7 @@ def _checked(
     rooms: Mapping[nn.Parameter, Mapping[str, Tensor]] = {}
     misfit = ""
     # A folder that was imported or upcycled is a checkpoint of step 0, which no optimizer has made.
-    if optimizer is not None and (manifest.step > 0 or states_of_optimizer(saved)):
+    if optimizer is not None and (reader.manifest.step > 0 or states_of_optimizer(saved)):
         states, rooms, misfit = _states_to_fill(saved, model, optimizer, compare_forms=not problems)
         if misfit and not fresh_optimizer:
             fix = (
@@ -144,8 +153,7 @@ def _checked(
     if problems:
         raise CheckpointError(problems)
     return _Checked(
-        manifest=manifest,
-        files=files,
+        reader=reader,
         slots={name: slot for name, slot in slots.items() if name not in fresh},
         optimizer_slots=states,
         rooms=rooms,
@@ -183,7 +191,7 @@ def _differences(checked: _Checked, group: ProcessGroup | None) -> Differences:
 
     Every rank begins with fresh states of its optimizer if one has to.
     """
-    saved = checked.manifest.tensors
+    saved = checked.reader.tensors
     told = everywhere([sorted(checked.fresh), checked.another_optimizer], group)
     fresh = {name for names, _ in told for name in names}
     of_another_form = fresh & saved.keys()

@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: the content of its folder, with a seal that any changed bit breaks.
 
 ``manifest.json`` is the canonical serialisation of its content (sorted keys, no spaces, ASCII), with the SHA-256 of the
-rest. A reader serialises the content again and compares the bytes.
+rest. A reader serialises the content again and compares the bytes. It has the hash of the index of each file, and an
+index has those of the chunks: with the manifest, every bit of a checkpoint is known.
 """
 
 from __future__ import annotations
@@ -11,24 +12,21 @@ import json
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from attrs import Factory, asdict, frozen
 
 from moefw.compose.spec.source import show
 from moefw.core.errors import os_reason
+from moefw.training.checkpoint.json_data import canonical, count, is_tensor_name, item, shape_from
 from moefw.training.folder import MANIFEST
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 MAX_BYTES: Final = 1 << 30
-"""Size limit of a manifest, which has about two hundred bytes for each tensor."""
+"""Size limit of a manifest and of an index, which have about two hundred bytes for each tensor or part."""
 _FILE: Final = re.compile(r"rank-[0-9]{5,9}\.safetensors")
-_NAME: Final = re.compile(r"(model|state|optimizer/[^/]+)/.+")
-
-T = TypeVar("T")
 
 
 class Damage(Exception):  # noqa: N818 -- a finding, which becomes a CheckpointError where the way out is known
@@ -41,27 +39,10 @@ class Damage(Exception):  # noqa: N818 -- a finding, which becomes a CheckpointE
 
 @frozen
 class SavedTensor:
-    """A tensor in a shard: its safetensors dtype and shape, the range of its bytes in the file, their CRC-32."""
+    """A tensor of a checkpoint: its safetensors dtype, and the shape of the whole."""
 
     dtype: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
-    crc32: int
-
-
-@frozen
-class SavedShard:
-    """A file of a checkpoint, its hash, the CRC-32 of the bytes before its tensors, and its tensors by name."""
-
-    file: str
-    sha256: str
-    header_crc32: int
-    tensors: Mapping[str, SavedTensor]
-
-    def to_data(self) -> dict[str, Any]:
-        """Shard as JSON data."""
-        return asdict(self, value_serializer=lambda _, __, value: [*value] if isinstance(value, tuple) else value)
 
 
 @frozen(kw_only=True)
@@ -89,56 +70,120 @@ class Origin:
     sequences: int = 0
     base: Base | None = None
 
+    def to_data(self) -> dict[str, Any]:
+        """Origin as JSON data."""
+        data = asdict(self)
+        if self.base is None:
+            del data["base"]  # manifests that were written before there was one have other bytes else
+        return data
+
 
 @frozen(kw_only=True)
 class Manifest:
-    """Content of a checkpoint, and the run and step that saved it."""
+    """Content of a checkpoint, and the run and step that saved it.
+
+    ``tensors``: those that are written, by name. ``files``: the SHA-256 of the index of each file.
+    """
 
     step: int
     origin: Origin = Factory(Origin)
-    shards: tuple[SavedShard, ...]
+    tensors: Mapping[str, SavedTensor]
+    files: Mapping[str, str]
 
     @property
     def digest(self) -> str:
         """The SHA-256 of the content: two checkpoints with the same one hold the same bits."""
-        return hashlib.sha256(_canonical(self._content())).hexdigest()
-
-    @property
-    def tensors(self) -> dict[str, SavedTensor]:
-        """Every tensor by name."""
-        return {name: tensor for shard in self.shards for name, tensor in shard.tensors.items()}
+        return hashlib.sha256(canonical(self._content())).hexdigest()
 
     def sealed(self) -> bytes:
         """Bytes of ``manifest.json``."""
-        return _canonical({**self._content(), "sha256": self.digest})
+        return canonical({**self._content(), "sha256": self.digest})
 
     def _content(self) -> dict[str, Any]:
-        content = asdict(self)
-        if self.origin.base is None:
-            del content["origin"]["base"]  # manifests that were written before there was one have other bytes else
-        return {"format": FORMAT, **content}
+        tensors = {name: asdict(tensor) for name, tensor in self.tensors.items()}
+        content = {"format": FORMAT, "step": self.step, "origin": self.origin.to_data(), "tensors": tensors}
+        return {**content, "files": dict(self.files)}
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Manifest of a checkpoint. Raises Damage unless it is as written for a folder of this name."""
+def manifest_from(content: object) -> Manifest:
+    """Manifest of format 3 from its JSON data. Raises ValueError."""
+    tensors = item(content, "tensors", dict)
+    files = item(content, "files", dict)
+    require_names(tensors)
+    require_files(files)
+    return Manifest(
+        step=count(content, "step"),
+        origin=origin_from(content),
+        tensors={name: tensor_from(tensor) for name, tensor in tensors.items()},
+        files={file: item(files, file, str) for file in files},
+    )
+
+
+def tensor_from(data: object) -> SavedTensor:
+    """Tensor from its JSON data. Raises ValueError."""
+    return SavedTensor(item(data, "dtype", str), shape_from(data, "shape"))
+
+
+def require_names(tensors: Mapping[str, object]) -> None:
+    """Raise ValueError unless all are names of tensors."""
+    for name in tensors:
+        if not is_tensor_name(name):
+            raise ValueError(f"{show(name)} is not the name of a tensor")
+
+
+def require_files(files: Mapping[str, object]) -> None:
+    """Raise ValueError unless all are names of files that we write."""
+    for file in files:
+        if not _FILE.fullmatch(file):
+            raise ValueError(f"{show(file)} is not the name of a shard")
+
+
+def origin_from(content: object) -> Origin:
+    """Origin of a manifest from its JSON data. Raises ValueError."""
+    origin = item(content, "origin", dict)
+    plugins = item(origin, "plugins", list)
+    if not all(type(plugin) is list and all(type(word) is str for word in plugin) for plugin in plugins):
+        raise ValueError(f"plugins is {show(plugins)}")
+    return Origin(
+        world=count(origin, "world"),
+        plugins=tuple(tuple(plugin) for plugin in plugins),
+        tokenizer=item(origin, "tokenizer", str),
+        sequences=count(origin, "sequences"),
+        base=_base_from(origin["base"]) if "base" in origin else None,
+    )
+
+
+def _base_from(data: object) -> Base:
+    freeze = item(data, "freeze", list)
+    files = item(data, "files", list)
+    if not all(type(pattern) is str for pattern in freeze):
+        raise ValueError(f"freeze is {show(freeze)}")
+    if not all(type(pair) is list and [type(word) for word in pair] == [str, str] for pair in files):
+        raise ValueError(f"files is {show(files)}")
+    return Base(
+        folder=item(data, "folder", str), freeze=tuple(freeze), files=tuple((name, digest) for name, digest in files)
+    )
+
+
+def read_content(folder: Path) -> tuple[bytes, Any, int]:
+    """Bytes of a manifest, their JSON data, and the number of its format. Raises Damage."""
     path = folder / MANIFEST
-    data = _read(path)
+    data = read_file(path)
     try:
         content = json.loads(data.decode("ascii"))
-        version = _item(content, "format", int)
-        manifest = _structured(content) if version == FORMAT else None
+        return data, content, item(content, "format", int)
     except RecursionError as error:
         raise Damage(f"{path} is damaged: it is nested too deeply.") from error
     except ValueError as error:
         raise Damage(f"{path} is damaged: {str(error) or 'it is no JSON'}.") from error
-    if manifest is None:
-        what = f"{path} has checkpoint format {version}; this moefw reads {FORMAT}."
-        raise Damage(what, "Use the moefw version that wrote it, or train anew.")
-    if manifest.sealed() != data:
-        raise Damage(f"{path} is damaged: its content is not what its hash was made of.")
-    if folder.name.removesuffix(".replaced") != f"step-{manifest.step}":
-        raise Damage(f"{folder} holds the checkpoint of step {manifest.step}: it was renamed.")
-    return manifest
+
+
+def require_sealed(folder: Path, data: bytes, sealed: bytes, step: int) -> None:
+    """Raise Damage unless a manifest is as written, for a folder of this name."""
+    if sealed != data:
+        raise Damage(f"{folder / MANIFEST} is damaged: its content is not what its hash was made of.")
+    if folder.name.removesuffix(".replaced") != f"step-{step}":
+        raise Damage(f"{folder} holds the checkpoint of step {step}: it was renamed.")
 
 
 def require_file(path: Path) -> None:
@@ -153,90 +198,8 @@ def require_file(path: Path) -> None:
         raise Damage(f"{path} is no file.")
 
 
-def shard_from(data: object) -> SavedShard:
-    """Shard from its JSON data. Raises ValueError."""
-    file = _item(data, "file", str)
-    tensors = _item(data, "tensors", dict)
-    if not _FILE.fullmatch(file):
-        raise ValueError(f"{show(file)} is not the name of a shard")
-    for name in tensors:
-        if not _NAME.fullmatch(name) or not name.isprintable():
-            raise ValueError(f"{show(name)} is not the name of a tensor")
-    return SavedShard(
-        file=file,
-        sha256=_item(data, "sha256", str),
-        header_crc32=_count(data, "header_crc32"),
-        tensors={name: _tensor_from(tensor) for name, tensor in tensors.items()},
-    )
-
-
-def _tensor_from(data: object) -> SavedTensor:
-    shape = _item(data, "shape", list)
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"shape is {show(shape)}")
-    begin = _count(data, "begin")
-    end = _count(data, "end")
-    return SavedTensor(_item(data, "dtype", str), tuple(shape), begin, end, _count(data, "crc32"))
-
-
-def _structured(content: object) -> Manifest:
-    origin = _item(content, "origin", dict)
-    plugins = _item(origin, "plugins", list)
-    if not all(type(plugin) is list and all(type(word) is str for word in plugin) for plugin in plugins):
-        raise ValueError(f"plugins is {show(plugins)}")
-    shards = tuple(shard_from(shard) for shard in _item(content, "shards", list))
-    times = Counter(name for shard in shards for name in (shard.file, *shard.tensors))
-    twice = [name for name, number in times.items() if number > 1]
-    if twice:
-        raise ValueError(f"{twice[0]} is there twice")
-    return Manifest(
-        step=_count(content, "step"),
-        origin=Origin(
-            world=_count(origin, "world"),
-            plugins=tuple(tuple(plugin) for plugin in plugins),
-            tokenizer=_item(origin, "tokenizer", str),
-            sequences=_count(origin, "sequences"),
-            base=_base_from(origin["base"]) if "base" in origin else None,
-        ),
-        shards=shards,
-    )
-
-
-def _base_from(data: object) -> Base:
-    freeze = _item(data, "freeze", list)
-    files = _item(data, "files", list)
-    if not all(type(pattern) is str for pattern in freeze):
-        raise ValueError(f"freeze is {show(freeze)}")
-    if not all(type(pair) is list and [type(word) for word in pair] == [str, str] for pair in files):
-        raise ValueError(f"files is {show(files)}")
-    return Base(
-        folder=_item(data, "folder", str), freeze=tuple(freeze), files=tuple((name, digest) for name, digest in files)
-    )
-
-
-def _item(data: object, key: str, kind: type[T]) -> T:
-    if type(data) is not dict:
-        raise ValueError(f"{show(data)} stands where {key} should be")
-    if key not in data:
-        raise ValueError(f"{key} is missing")
-    value = data[key]
-    if type(value) is not kind:
-        raise ValueError(f"{key} is {show(value)}")
-    return value
-
-
-def _count(data: object, key: str) -> int:
-    value = _item(data, key, int)
-    if not 0 <= value < 1 << 63:
-        raise ValueError(f"{key} is {show(value)}")
-    return value
-
-
-def _canonical(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")
-
-
-def _read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """Bytes of a manifest or an index. Raises Damage."""
     require_file(path)
     try:
         with path.open("rb") as file:
@@ -245,3 +208,12 @@ def _read(path: Path) -> bytes:
             return file.read()
     except OSError as error:
         raise Damage(f"{path} cannot be read: {os_reason(error)}.") from error
+
+
+def words(name: str) -> str:
+    """Name of a checkpoint's tensor for messages, such as ``optimizer state exp_avg of norm``."""
+    kind, rest = name.split("/", 1)
+    if kind == "optimizer":
+        key, of = rest.split("/", 1)
+        return f"optimizer state {key} of {of}"
+    return f"{'parameter' if kind == 'model' else kind} {rest}"

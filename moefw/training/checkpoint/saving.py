@@ -1,4 +1,4 @@
-"""Saving a checkpoint: every rank writes a share of the tensors, under names that do not depend on the layout.
+"""Saving a checkpoint: every rank writes parts of what it stores, under names that do not depend on the layout.
 
 Nothing is saved that is not finite: no run could continue from it.
 """
@@ -6,13 +6,11 @@ Nothing is saved that is not finite: no run could continue from it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moefw.core.contracts import Layout
@@ -20,14 +18,24 @@ from moefw.core.errors import RunError
 from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.finite import is_finite
-from moefw.runtime.naming import by_parameter, state_tensors, states
-from moefw.runtime.parallel.holders import holdings, writes_state
-from moefw.runtime.parallel.local_shards import is_held_as_codes, is_shared_out, local, stored
+from moefw.runtime.naming import by_parameter, state_tensors
+from moefw.runtime.parallel.boxes import boxes
+from moefw.runtime.parallel.local_shards import is_held_as_codes, local
 from moefw.system.stamps import stamp
 from moefw.training.checkpoint.choice import way_back
-from moefw.training.checkpoint.commit import begin, commit, prune, sync
-from moefw.training.checkpoint.manifest import Manifest, Origin, shard_from
-from moefw.training.checkpoint.shards import described, words
+from moefw.training.checkpoint.commit import begin, commit, prune
+from moefw.training.checkpoint.files import NAMES, SavedFile, file_of, write
+from moefw.training.checkpoint.json_data import item
+from moefw.training.checkpoint.manifest import (
+    Manifest,
+    Origin,
+    SavedTensor,
+    require_files,
+    require_names,
+    tensor_from,
+    words,
+)
+from moefw.training.checkpoint.parts import Part, parts_of
 from moefw.training.errors import NotWrittenError
 from moefw.training.folder import checkpoint_dirs
 
@@ -53,49 +61,38 @@ def save(
     scratch = final.with_name(f"{final.name}.tmp")
     leads = layout.rank == 0
     _together(lambda: begin(scratch) if leads else None, scratch, layout)
-    tensors = {name: value.contiguous() for name, value in owned(model, optimizer, layout)}
-    shards = _together(lambda: _write_shard(scratch, tensors, layout.rank), scratch, layout)
-    _together(lambda: commit(scratch, _manifest(step, origin, shards), final) if leads else None, scratch, layout)
+    parts = parts_of(model, optimizer, layout)
+
+    def write_parts() -> dict[str, Any] | None:
+        return report(write(scratch / file_of(layout.rank), parts, stamp), parts) if parts else None
+
+    reports = _together(write_parts, scratch, layout)
+    _together(
+        lambda: commit(scratch, manifest_of(step, origin, reports).sealed(), final) if leads else None, scratch, layout
+    )
     if leads:
         prune(run_dir, keep=keep)
     return final
 
 
-def owned(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that this rank writes, on the host. The ranks that hold copies of parameters take turns.
-
-    Frozen parameters are not written: their folder has them.
-    Only one tensor at a time is gathered on the device, as it may not have memory for all offloaded states together.
-    """
-    trained = (holding for holding in holdings(model) if holding.parameter.requires_grad)
-    for turn, holding in enumerate(trained):
-        stamp("gathering a checkpoint")
-        parameter = holding.parameter
-        moments = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-        for kind, value in {"model": parameter.detach(), **moments}.items():
-            for name, tensor in holding.written(value.to(parameter.device), layout, turn):
-                yield f"{kind}/{name}", tensor.to("cpu", copy=True)
-    for side, tensors in states(model).items():
-        if writes_state(side, layout):
-            yield from ((f"state/{name}", tensor.to("cpu", copy=True)) for name, tensor in tensors.items())
+def report(saved: SavedFile, parts: Sequence[Part]) -> dict[str, Any]:
+    """What rank 0 needs of a rank to make the manifest, as JSON data."""
+    tensors = {part.name: {"dtype": NAMES[part.values.dtype], "shape": [*part.whole]} for part in parts}
+    return {"file": saved.file, "index": saved.digest, "tensors": tensors}
 
 
-def _write_shard(scratch: Path, tensors: dict[str, Tensor], rank: int) -> dict[str, Any] | None:
-    """Write a rank's tensors and return their manifest entry; None if it has no tensors."""
-    if not tensors:
-        return None
-    path = scratch / f"rank-{rank:05d}.safetensors"
-    stamp("writing a checkpoint's shard")
-    save_file(tensors, path)
-    stamp("syncing a checkpoint's shard")
-    sync(path)
-    stamp("hashing a checkpoint's shard")
-    return described(path).to_data()
-
-
-def _manifest(step: int, origin: Origin, shards: Sequence[object]) -> bytes:
-    """Manifest of the shards that ranks report. Raises ValueError if a report is invalid."""
-    return Manifest(step=step, origin=origin, shards=tuple(shard_from(shard) for shard in shards if shard)).sealed()
+def manifest_of(step: int, origin: Origin, reports: Sequence[Any]) -> Manifest:
+    """Manifest of what ranks report; None: a rank has written nothing. Raises ValueError if a report is invalid."""
+    tensors: dict[str, SavedTensor] = {}
+    for answer in filter(None, reports):
+        for name, data in item(answer, "tensors", dict).items():
+            tensor = tensor_from(data)
+            if tensors.setdefault(name, tensor) != tensor:
+                raise ValueError(f"ranks write {words(name)} as {tensors[name]} and as {tensor}")
+    files = {item(answer, "file", str): item(answer, "index", str) for answer in filter(None, reports)}
+    require_names(tensors)
+    require_files(files)
+    return Manifest(step=step, origin=origin, tensors=tensors, files=files)
 
 
 def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[Any]:
@@ -104,7 +101,7 @@ def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[A
     reason = None
     try:
         answer = write()
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, ValueError) as error:
         reason = str(error)
     answers = everywhere([answer, reason], layout.host_group())
     reasons = [(rank, reason) for rank, (_, reason) in enumerate(answers) if reason is not None]
@@ -146,9 +143,6 @@ def _first_bad(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None
 
 def _bad_piece(held: Tensor, pieces: Sequence[Canonical]) -> str:
     """Name of the non-finite piece of a parameter, or of a tensor of its shape."""
-    values = held
-    if is_shared_out(held):
-        values = torch.zeros(held.shape, dtype=held.dtype, device=local(held).device)
-        stored(held, values).copy_(local(held))
-    named = (piece.name for piece in pieces if values.dim() and not is_finite(piece.of(values)))
+    own = local(held)
+    named = (box.name for box in boxes(pieces) if held.dim() and not is_finite(box.of(own)))
     return next(named, pieces[0].name)

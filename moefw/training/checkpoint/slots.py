@@ -2,61 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from moefw.core.records import Canonical
-from moefw.runtime.naming import canonical_parameters, state_tensors
+from moefw.runtime.naming import by_parameter, state_tensors
+from moefw.runtime.parallel.boxes import boxes, whole_shape
+from moefw.runtime.parallel.local_shards import local
+from moefw.training.checkpoint.files import NAMES
 from moefw.training.checkpoint.manifest import SavedTensor
-from moefw.training.checkpoint.shards import DTYPES
+from moefw.training.checkpoint.reading import Target
 
 _RESTING = {"BF16", "F32"}
 """The dtypes in which memory policies store optimizer states. A run may resume with other policies."""
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Slot:
-    """A tensor to fill: the ``piece`` of a parameter, or of a tensor of its shape; None: the whole target.
+    """What this rank stores of a tensor of a checkpoint, of shape ``whole``: tensors to fill, if it stores any of it.
 
     ``rests``: it is an optimizer state, whose saved dtype may differ.
     """
 
-    target: Tensor
-    piece: Canonical | None = None
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+    targets: tuple[Target, ...]
     rests: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the saved tensor."""
-        if self.piece is None:
-            return tuple(self.target.shape)
-        shape = self.piece.of(torch.empty(self.target.shape, device="meta")).shape
-        return self.piece.shard.whole(shape) if self.piece.shard else tuple(shape)
 
     def misfit(self, saved: SavedTensor) -> str:
         """How a saved tensor differs from this slot; empty if it fits."""
-        if saved.shape != self.shape:
-            return f"{saved.shape} there and {self.shape} here"
-        own = DTYPES.get(self.target.dtype, str(self.target.dtype))
+        if saved.shape != self.whole:
+            return f"{saved.shape} there and {self.whole} here"
+        own = NAMES.get(self.dtype, str(self.dtype))
         if saved.dtype != own and not (self.rests and {saved.dtype, own} <= _RESTING):
             return f"{saved.dtype} there and {own} here"
         return ""
 
-    def fill(self, values: Tensor, saved: Tensor) -> None:
-        """Write the saved tensor to its place in ``values``, the gathered target."""
-        if self.piece is None:
-            values.copy_(saved)
-        else:
-            self.piece.of(values).copy_(self.piece.shard.of(saved) if self.piece.shard else saved)
-
 
 def model_slots(model: nn.Module) -> dict[str, Slot]:
     """Slots of the parameters that train and of a model's state, by name."""
-    slots = {f"model/{piece.name}": Slot(piece.parameter, piece) for piece in _trained(model)}
-    return slots | {f"state/{name}": Slot(tensor) for name, tensor in state_tensors(model).items()}
+    slots: dict[str, Slot] = {}
+    for parameter, pieces in _trained(model):
+        slots |= _of_pieces("model", parameter.detach(), pieces)
+    return slots | {f"state/{name}": _whole(tensor) for name, tensor in state_tensors(model).items()}
 
 
 def optimizer_slots(
@@ -70,26 +61,39 @@ def optimizer_slots(
     slots: dict[str, Slot] = {}
     rooms: dict[nn.Parameter, dict[str, Tensor]] = {}
     keys = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
-    for piece in _trained(model):
-        states = rooms.setdefault(piece.parameter, dict(optimizer.state.get(piece.parameter, {})))
+    for parameter, pieces in _trained(model):
+        states = rooms.setdefault(parameter, dict(optimizer.state.get(parameter, {})))
         for key in sorted(keys | states.keys()):
-            name = f"optimizer/{key}/{piece.name}"
             if key not in states:
-                if name not in saved:
+                of_pieces = [saved[name] for piece in pieces if (name := f"optimizer/{key}/{piece.name}") in saved]
+                if not of_pieces:
                     continue
-                like = piece.parameter.detach()
-                states[key] = torch.zeros_like(like) if saved[name].shape else torch.zeros((), device=like.device)
-            slots[name] = Slot(states[key], piece if states[key].dim() else None, rests=True)
+                like = parameter.detach()
+                states[key] = torch.zeros_like(like) if of_pieces[0].shape else torch.zeros((), device=like.device)
+            slots |= _of_pieces(f"optimizer/{key}", states[key], pieces, rests=True)
     return slots, rooms
 
 
-def _trained(model: nn.Module) -> Iterable[Canonical]:
-    return (piece for piece in canonical_parameters(model) if piece.parameter.requires_grad)
+def _of_pieces(kind: str, held: Tensor, pieces: Sequence[Canonical], *, rests: bool = False) -> dict[str, Slot]:
+    """Slots of a parameter, of a tensor of its shape, or of a scalar that belongs to it."""
+    if held.shape != pieces[0].parameter.shape:
+        return {f"{kind}/{piece.name}": _whole(held, rests=rests) for piece in pieces}
+    targets = {box.name: (box.of(local(held)), box.corner) for box in boxes(pieces)}
+    return {
+        f"{kind}/{piece.name}": Slot(
+            whole=whole_shape(piece),
+            dtype=held.dtype,
+            targets=(targets[piece.name],) if piece.name in targets else (),
+            rests=rests,
+        )
+        for piece in pieces
+    }
 
 
-def by_target(slots: Mapping[str, Slot]) -> Iterable[list[tuple[str, Slot]]]:
-    """Slots with their names, grouped by target tensor."""
-    targets: dict[int, list[tuple[str, Slot]]] = {}
-    for name, slot in slots.items():
-        targets.setdefault(id(slot.target), []).append((name, slot))
-    return targets.values()
+def _whole(tensor: Tensor, *, rests: bool = False) -> Slot:
+    shape = tuple(tensor.shape)
+    return Slot(whole=shape, dtype=tensor.dtype, targets=((tensor, (0,) * len(shape)),), rests=rests)
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Canonical]]]:
+    return ((parameter, pieces) for parameter, pieces in by_parameter(model) if parameter.requires_grad)

@@ -13,12 +13,13 @@ from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.naming import by_parameter, state_tensors
-from moefw.runtime.parallel.local_shards import is_held_as_codes, local, stored, whole
+from moefw.runtime.parallel.boxes import boxes
+from moefw.runtime.parallel.local_shards import is_held_as_codes, local, whole
 
-_FINITE = 1
-_NAN = 2
-_INF = 3
-"""Kinds of values; 0 if this rank does not store the value."""
+_FINITE = 0
+_NAN = 1
+_INF = 2
+"""Kinds of values."""
 
 
 @frozen
@@ -44,19 +45,13 @@ def bad_pieces(held: Tensor, pieces: Sequence[Canonical]) -> Iterator[tuple[str,
     own = local(held)
     if bool(own.isfinite().all()):
         return
-    parameter = pieces[0].parameter
-    kinds = _kinds(own)
-    if held.shape != parameter.shape:
-        yield pieces[0].name, _counted(kinds)
+    if held.shape != pieces[0].parameter.shape:
+        yield pieces[0].name, _counted(_kinds(own))
         return
-    if own.shape != held.shape:
-        everything = torch.zeros(parameter.shape, dtype=kinds.dtype, device=kinds.device)
-        stored(parameter, everything).copy_(kinds)
-        kinds = everything
-    for piece in pieces:
-        values = _counted(piece.of(kinds))
+    for box in boxes(pieces):
+        values = bad_values(box.of(own))
         if values:
-            yield piece.name, values
+            yield box.name, values
 
 
 @torch.no_grad()
@@ -102,6 +97,6 @@ def _kinds(tensor: Tensor) -> Tensor:
 
 
 def _counted(kinds: Tensor) -> str:
-    _, finite, nan, inf = kinds.flatten().bincount(minlength=4).tolist()
+    finite, nan, inf = kinds.flatten().bincount(minlength=3).tolist()
     told = [f"{count:,} {kind}" for count, kind in ((nan, "NaN"), (inf, "inf")) if count]
     return f"{' and '.join(told)} (of {finite + nan + inf:,} values)" if told else ""

@@ -10,7 +10,8 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets, numbers
+from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets
+from moefw.runtime.parallel.boxes import numbers
 from moefw_kernels.random import stream
 
 ELEMENTS: Final = 1 << 24
@@ -30,10 +31,10 @@ def draws(part: StatePart, number: int) -> Tensor:
     every layout and on every copy of a parameter, and a resumed run draws them again.
     """
     bits = torch.zeros(part.parameter.shape, dtype=torch.int64, device=part.parameter.device)
-    for origin in part.origins:
+    for box in part.boxes:
         # A key for each named tensor of which this parameter holds a box: two states, steps or tensors never share one.
-        key = hashlib.sha256(f"{part.seed}:{part.step}:{number}:{origin.name}".encode()).digest()
-        bits[origin.box] = stream(int.from_bytes(key[:8], "big"), numbers(origin, bits.device))
+        key = hashlib.sha256(f"{part.seed}:{part.step}:{number}:{box.name}".encode()).digest()
+        bits[box.slices] = stream(int.from_bytes(key[:8], "big"), numbers(box, bits.device))
     return bits
 
 
