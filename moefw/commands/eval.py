@@ -21,7 +21,9 @@ def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
     from moefw.training.evaluation import evaluation, zlib_bits_per_byte
     from moefw.training.trained import open_trained
 
-    with open_trained(assembly) as (session, step):
+    with open_trained(assembly) as (session, step, notes):
+        for note in notes:
+            click.echo(f"note: {note}", err=True)
         result = {
             "step": step,
             **evaluation(session),

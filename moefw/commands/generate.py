@@ -45,9 +45,9 @@ def generate(
     from moefw.training.generate import generate as write
     from moefw.training.trained import open_trained
 
-    with open_trained(assembly) as (session, _):
-        if not keeps_past(session.model):
-            click.echo(f"note: {RECOMPUTES}", err=True)
+    with open_trained(assembly) as (session, _, notes):
+        for note in [*notes, *([] if keeps_past(session.model) else [RECOMPUTES])]:
+            click.echo(f"note: {note}", err=True)
         window = window or assembly.spec.train.seq_len
         ids = session.data.encode(prompt) if prompt is not None else session.data.ask(chat or "")
         if ids is None:

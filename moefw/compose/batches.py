@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import LayoutPlan
@@ -10,8 +10,11 @@ from moefw.core.errors import Problem
 from moefw.runtime.parallel.cp_blocks import pieces_of
 
 
-def batch_problems(train: TrainSpec, layout: LayoutPlan) -> Iterator[Problem]:
-    """Yield the problems of a global batch that does not divide into micro-batches over dp, or these over cp and tp."""
+def batch_problems(train: TrainSpec, layout: LayoutPlan, plan: Callable[[int], LayoutPlan | None]) -> Iterator[Problem]:
+    """Yield the problems of a global batch that does not divide into micro-batches over dp, or these over cp and tp.
+
+    ``plan``: the layout of another world, None if there is none; it is asked for worlds that keep the batch.
+    """
     dp, cp, tp = (layout.sizes.get(axis, 1) for axis in ("dp", "cp", "tp"))
     pieces = pieces_of(cp)
     if train.seq_len % pieces:
@@ -31,7 +34,36 @@ def batch_problems(train: TrainSpec, layout: LayoutPlan) -> Iterator[Problem]:
             f"micro_batch {train.micro_batch} x seq_len {train.seq_len} x {dp} data-parallel ranks = {unit}."
         )
         near = max(1, round(train.tokens_per_step / unit)) * unit
-        yield Problem(what, f"Use for example tokens_per_step: {near}.")
+        yield Problem(what, f"Use for example tokens_per_step: {near}.{_ways_to_keep(train, layout, plan)}")
+
+
+def _ways_to_keep(train: TrainSpec, layout: LayoutPlan, plan: Callable[[int], LayoutPlan | None]) -> str:
+    """Advice on other worlds, and another micro-batch, that divide the same batch; empty if there are none."""
+    sequences, rest = divmod(train.tokens_per_step, train.seq_len)
+    if rest:
+        return ""
+    ways = []
+    micro_batches, rest = divmod(sequences, train.micro_batch)
+    if not rest:
+
+        def divides(world: int) -> bool:
+            other = plan(world)
+            return other is not None and micro_batches % other.sizes.get("dp", 1) == 0
+
+        most = micro_batches * (layout.world // layout.sizes.get("dp", 1))  # with a micro-batch for each of its dp
+        fewer = next(filter(divides, range(layout.world - 1, 0, -1)), None)
+        more = next(filter(divides, range(layout.world + 1, most + 1)), None)
+        worlds = [str(world) for world in (fewer, more) if world is not None]
+        if worlds:
+            ways.append(f"{' or '.join(worlds)} ranks")
+    of_a_rank, rest = divmod(sequences, layout.sizes.get("dp", 1))
+    if not rest:
+        ways.append(f"micro_batch: {_largest_divisor(of_a_rank, below=train.micro_batch)}")
+    return f" To keep the batch, use {', or '.join(ways)}." if ways else ""
+
+
+def _largest_divisor(number: int, *, below: int) -> int:
+    return next(divisor for divisor in range(below - 1, 0, -1) if number % divisor == 0)
 
 
 def _pack_problems(train: TrainSpec, unit: int) -> Iterator[Problem]:

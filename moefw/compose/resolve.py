@@ -101,7 +101,7 @@ def assemble_tree(
     site, layers = work.fit(layout, machine, trains=trains)
     if layout is not None:
         with work.asking(()):
-            for problem in batch_problems(spec.train, layout):
+            for problem in batch_problems(spec.train, layout, work.other_world):
                 work.tell(("train", "tokens_per_step"), problem)
         work.check_stages(layout, spec.train)
         work.check_graphs(layout, spec.train, layers)
@@ -415,6 +415,14 @@ class _Resolution:
         placed = self._find("parallel")
         layout = self.answer(placed, "plan", LayoutPlan, world) if placed else None  # type: ignore[type-abstract]
         return layout if layout is not None and is_known(layout.sizes) else None
+
+    def other_world(self, world: int) -> LayoutPlan | None:
+        """Return the layout plan of another world, None if the layout has none for it."""
+        placed = self._find("parallel")
+        try:
+            return placed.part.plan(world) if placed else None
+        except PlanError:
+            return None
 
     def check_stages(self, layout: LayoutPlan, train: TrainSpec) -> None:
         """Report why there are no pipeline stages, or none that can run the step."""

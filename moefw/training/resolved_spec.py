@@ -17,6 +17,7 @@ from moefw.core.errors import PlanError, Problem
 from moefw.runtime.communication.agreement import everywhere
 from moefw.system.files import replaced_file
 from moefw.training.folder import kept_spec, sealed
+from moefw.training.learning_rate import is_another_curve
 
 
 def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
@@ -38,7 +39,14 @@ def write_resolved(assembly: Assembly, run_dir: Path) -> list[str]:
         scratch.write_text(sealed(text.getvalue()), encoding="utf-8")
     if not isinstance(before, dict):
         return [f"{path} was damaged, and is written anew"]
-    return [f"{key}: {show(old)} is {show(new)} now" for key, old, new in _differences(before, resolved, ())]
+    return [_change(assembly, *difference) for difference in _differences(before, resolved, ())]
+
+
+def _change(assembly: Assembly, key: str, old: Any, new: Any) -> str:
+    line = f"{key}: {show(old)} is {show(new)} now"
+    if key == "train.steps" and isinstance(old, int) and is_another_curve(assembly, steps_before=old):
+        return f"{line}, so the learning rate follows another curve"
+    return line
 
 
 def agree_on_spec(assembly: Assembly, versions: Mapping[str, str]) -> None:

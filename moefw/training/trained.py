@@ -21,8 +21,9 @@ TRIES: Final = 5
 
 
 @contextmanager
-def open_trained(assembly: Assembly) -> Iterator[tuple[Session, int]]:
-    """Open the last checkpoint of the run on this process alone; yield the session and the step it was saved at.
+def open_trained(assembly: Assembly) -> Iterator[tuple[Session, int, list[str]]]:
+    """Open the last checkpoint of the run on this process alone; yield the session, the step it was saved at,
+    and a line on each kind of state that it lacks, or that nothing here keeps.
 
     A training run may drop it meanwhile. Then the checkpoint that is the last by then is read. A NotFiniteError of the
     caller is raised as a RunError with its cause.
@@ -31,11 +32,11 @@ def open_trained(assembly: Assembly) -> Iterator[tuple[Session, int]]:
     candidates(run_dir, "last")
     with open_session(assembly, Place(0, 1, 0, 1)) as session:
         base = checkpoint.base_of(assembly, None)
-        step, folder = _load_last(run_dir, session, base)
+        loaded, folder = _load_last(run_dir, session, base)
         if base is not None:
             read_weights(session.model, Path(base.folder), assembly, None, frozen_alone=True)
         try:
-            yield session, step
+            yield session, loaded.manifest.step, [*loaded.differences.notes(folder.name)]
         except NotFiniteError as error:
             raise _explained(error, session, folder) from error
 
@@ -50,13 +51,13 @@ def _explained(error: NotFiniteError, session: Session, folder: Path) -> RunErro
     return RunError(what, "Compute with more range: precision={use: fp32}.")
 
 
-def _load_last(run_dir: Path, session: Session, base: checkpoint.Base | None) -> tuple[int, Path]:
-    """Step and the folder of the checkpoint that was read."""
+def _load_last(run_dir: Path, session: Session, base: checkpoint.Base | None) -> tuple[checkpoint.Loaded, Path]:
+    """The checkpoint that was read, and its folder."""
     for _ in range(TRIES):
         ((_, folder),) = candidates(run_dir, "last")
         try:
             fingerprint = session.data.fingerprint
-            return checkpoint.load(folder, session.model, None, tokenizer=fingerprint, base=base).step, folder
+            return checkpoint.load(folder, session.model, None, tokenizer=fingerprint, base=base), folder
         except CheckpointError:
             if folder.exists():
                 raise

@@ -120,6 +120,7 @@ class Trainer:
         self.resumes = resume is not None
         self.notes: list[str] = []
         self.resumed: Path | None = None
+        self.not_carried_on: dict[str, dict[str, int]] = {}
         self.start = self._resume(resume)
         self.done = self.start
         self.forecast = Forecast(spec, start=self.start)
@@ -212,7 +213,8 @@ class Trainer:
             self.log.event("start", self.start, **about)
         else:
             more = {"checkpoint": self._relative(self.resumed), "lost_steps": self.log.lost_steps}
-            self.log.event("resume", self.start, **about, **more, layout_before=layout_before, changes=changes)
+            more |= {"layout_before": layout_before, "changes": changes, **self.not_carried_on}
+            self.log.event("resume", self.start, **about, **more)
         return changes
 
     @contextmanager
@@ -385,12 +387,23 @@ class Trainer:
         model = self.session.model
         optimizer = self.engine.optimizer
         fingerprint = data.fingerprint
-        manifest = checkpoint.load(chosen.folder, model, optimizer, tokenizer=fingerprint, base=self.base, group=group)
+        loaded = checkpoint.load(
+            chosen.folder,
+            model,
+            optimizer,
+            tokenizer=fingerprint,
+            base=self.base,
+            fresh_optimizer=self.spec.fresh_optimizer,
+            group=group,
+        )
+        manifest = loaded.manifest
         begin = manifest.origin.sequences - self.feed.order.first(manifest.step)
         order: Any = evolve(self.feed.order, begin=begin)
         self.feed = evolve(self.feed, order=order)
         if self.session.leads:
-            self.notes = [*chosen.passed, *checkpoint.set_aside_after(self.run_dir, manifest.step)]
+            set_aside = checkpoint.set_aside_after(self.run_dir, manifest.step)
+            self.notes = [*chosen.passed, *set_aside, *loaded.differences.notes(chosen.folder.name)]
+        self.not_carried_on = loaded.differences.counts()
         self.resumed = chosen.folder
         return manifest.step
 

@@ -48,7 +48,7 @@ def test_control_characters_and_turns_of_direction_are_escaped() -> None:
 def test_generated_text_is_escaped_on_a_terminal_and_kept_elsewhere(monkeypatch, terminal: bool) -> None:
     @contextmanager
     def opened(_: Any) -> Any:
-        yield SimpleNamespace(model=None, data=SimpleNamespace(encode=list)), 1
+        yield SimpleNamespace(model=None, data=SimpleNamespace(encode=list)), 1, []
 
     run = SimpleNamespace(spec=SimpleNamespace(train=SimpleNamespace(seq_len=8)))
     monkeypatch.setattr(specs, "read_run", lambda *_: run)

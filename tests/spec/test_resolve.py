@@ -204,6 +204,33 @@ class TestRefusals:
         assert abs(mended - tokens) <= unit
         assert resolved(text(mended))
 
+    @given(st.integers(1, 96), st.integers(1, 6), st.integers(1, 24), st.sampled_from([1, 2, 4]))
+    @settings(max_examples=50)
+    def test_a_world_that_the_batch_does_not_divide_over_is_refused_with_those_nearest_and_a_micro_batch(
+        self, sequences: int, micro_batch: int, world: int, ep: int
+    ) -> None:
+        def text(micro_batch: int) -> str:
+            train = f"{{tokens_per_step: {sequences * 64}, micro_batch: {micro_batch}, seq_len: 64}}"
+            return f"{{train: {train}, parallel: {{experts: {{ep: {ep}}}}}}}"
+
+        def keeps_the_batch(world: int) -> bool:
+            return world % ep == 0 and sequences % (micro_batch * world) == 0
+
+        world *= ep
+        if keeps_the_batch(world):
+            assert resolved(text(micro_batch), world=world)
+            return
+        fix = refusal(text(micro_batch), world=world).fix
+        fewer = [other for other in range(1, world) if keeps_the_batch(other)][-1:]
+        more = [other for other in range(world + 1, 200) if keeps_the_batch(other)][:1]
+        named = re.findall(r"use (?:(\d+) or )?(\d+) ranks", fix)
+        assert [int(other) for found in named for other in found if other] == fewer + more
+        smaller = re.findall(r"micro_batch: (\d+)", fix)
+        assert bool(smaller) == (sequences % world == 0)
+        for found in smaller:
+            assert int(found) < micro_batch
+            assert resolved(text(int(found)), world=world)
+
     def test_a_world_that_the_layout_cannot_fill(self) -> None:
         text = "{parallel: {experts: {ep: 4}}, train: {tokens_per_step: 49152}}"
         problem = refusal(text, world=6)

@@ -45,9 +45,14 @@ def tiny(value: float = 0.0) -> tuple[Tiny, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def layout_alone() -> OpenedLayout:
+    """Return the layout of one rank."""
+    return OpenedLayout(fake_assembly(dict(SMALL), 1).layout, "cpu")
+
+
 def save(run_dir: Path, *steps: int, keep: int = 9, value: float = 1.0) -> list[Path]:
     """Save checkpoints of a run on one rank and return their folders."""
-    layout = OpenedLayout(fake_assembly(dict(SMALL), 1).layout, "cpu")
+    layout = layout_alone()
     return [checkpoint.save(run_dir, step, *tiny(value), layout, checkpoint.Origin(), keep=keep) for step in steps]
 
 

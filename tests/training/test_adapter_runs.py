@@ -67,7 +67,7 @@ def test_an_export_has_the_adapters_merged_and_computes_the_same(spec: Path, tmp
     moefw_says("train", spec, f"gemm.use={gemm}")
     moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype", "fp32")
     ids_BS = torch.arange(60).view(2, 30)
-    with open_trained(read_run(str(tmp_path / "run"), ())) as (session, _), torch.no_grad():
+    with open_trained(read_run(str(tmp_path / "run"), ())) as (session, _, _), torch.no_grad():
         model: Any = session.model.eval()
         wanted, _ = model.logits(Batch(ids_BS=ids_BS, labels_BS=ids_BS, dropless=True))
         logits = from_pretrained(tmp_path / "out").eval()(ids_BS)
@@ -106,7 +106,7 @@ def test_an_adapter_of_a_run_is_loaded_by_peft_and_by_another_run(spec: Path, tm
     told = moefw_says("convert", "export", tmp_path / "run", tmp_path / "adapter", "--adapter", "peft")
     assert f"{tmp_path}/adapter holds the adapter of step 4, of {tmp_path}/base" in told
     ids_BS = torch.arange(60).view(2, 30)
-    with open_trained(read_run(str(tmp_path / "run"), ())) as (session, _), torch.no_grad():
+    with open_trained(read_run(str(tmp_path / "run"), ())) as (session, _, _), torch.no_grad():
         model: Any = session.model.eval()
         wanted, _ = model.logits(Batch(ids_BS=ids_BS, labels_BS=ids_BS, dropless=True))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_whole_checkpoint_is_loaded(folder: Path) -> None:
     model, optimizer = tiny()
-    manifest = checkpoint.load(folder, model, optimizer)
+    manifest = checkpoint.load(folder, model, optimizer).manifest
     assert manifest.step == 4
     chosen = checkpoint.choose(folder.parent.parent, "last")
     assert chosen is not None

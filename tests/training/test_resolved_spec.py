@@ -29,6 +29,25 @@ def test_a_resumed_run_says_what_has_changed_since(tmp_path: Path) -> None:
     assert write_resolved(now, tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ({"use": "cosine"}, "train.steps: 20 is 40 now, so the learning rate follows another curve"),
+        ({"use": "wsd"}, "train.steps: 20 is 40 now, so the learning rate follows another curve"),
+        ({"use": "wsd", "decay_share": 0.0}, "train.steps: 20 is 40 now"),
+    ],
+    ids=["cosine", "wsd", "constant"],
+)
+def test_another_length_is_said_to_change_the_learning_rate_where_it_does(
+    tmp_path: Path, schedule: dict[str, Any], said: str
+) -> None:
+    def run_of(steps: int) -> Any:
+        return assembly(train={**SMALL["train"], "steps": steps, "schedule": {**schedule, "warmup_steps": 4}})
+
+    write_resolved(run_of(20), tmp_path)
+    assert write_resolved(run_of(40), tmp_path) == [said]
+
+
 @pytest.mark.parametrize("content", [b"run: {seed: 3", b"\xff\xfe", b"- 1", b""])
 def test_a_damaged_spec_of_the_run_is_told_and_written_anew(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "spec.yaml").write_bytes(content)

@@ -104,6 +104,11 @@ class TrainSpec:
     """Number of steps between checkpoints. One follows the last step in any case; 0: it alone."""
     keep_checkpoints: int = field(default=2, validator=ge(1))
     """Number of the newest checkpoints that are kept."""
+    fresh_optimizer: bool = False
+    """Whether a run goes on from a checkpoint of another optimizer, with fresh states of its own.
+
+    The old states are then not carried along; steps and the learning rate go on. States of the same optimizer are.
+    """
     on_full_disk: Literal["stop", "continue"] = "stop"
     """Reaction to metrics or checkpoints that cannot be written: ``stop``, or ``continue`` with a warning.
 

@@ -2,20 +2,22 @@
 
 Names do not depend on the layout, so a checkpoint loads into any layout of the same model. ``parts`` says which rank
 writes what, ``files`` is a file and its index, and ``manifest`` seals them. ``saving`` writes, and ``commit`` adds and
-removes checkpoints by renames. ``choice`` finds the one to continue from, ``reading`` reads boxes of its tensors, and
-``loading`` fills a model with them. ``format2`` is what older checkpoints are.
+removes checkpoints by renames. ``choice`` finds the one to continue from, ``reading`` reads boxes of its tensors,
+``differences`` says what of it a run does not carry on, and ``loading`` fills a model with the rest. ``format2`` is
+what older checkpoints are.
 """
 
 from moefw.training.checkpoint.base import base_of
 from moefw.training.checkpoint.choice import Chosen, another, choose, choose_together, way_back
 from moefw.training.checkpoint.commit import set_aside_after
-from moefw.training.checkpoint.loading import load
+from moefw.training.checkpoint.loading import Loaded, load
 from moefw.training.checkpoint.manifest import Base, Manifest, Origin
 from moefw.training.checkpoint.saving import save
 
 __all__ = [
     "Base",
     "Chosen",
+    "Loaded",
     "Manifest",
     "Origin",
     "another",

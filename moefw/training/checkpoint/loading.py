@@ -7,20 +7,58 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moefw.core.data import TOKENIZER
-from moefw.core.errors import CheckpointError
-from moefw.runtime.communication.agreement import raise_together
+from moefw.core.errors import CheckpointError, Problem
+from moefw.runtime.communication.agreement import everywhere, raise_together
+from moefw.runtime.naming import by_parameter
 from moefw.runtime.pipeline.stage import names_in_stages
 from moefw.training.checkpoint.base import require_same_base
 from moefw.training.checkpoint.choice import way_out
-from moefw.training.checkpoint.manifest import Base, SavedTensor, words
+from moefw.training.checkpoint.differences import (
+    Differences,
+    misfit_of_forms,
+    misfit_of_optimizer,
+    misfit_of_weights,
+    of_any_expert,
+    states_of_optimizer,
+    states_of_parts,
+)
+from moefw.training.checkpoint.manifest import Base, SavedTensor
+from moefw.training.checkpoint.optimizer_keys import keys_kept
 from moefw.training.checkpoint.reading import AnyManifest, Reader, opened
 from moefw.training.checkpoint.slots import Slot, model_slots, optimizer_slots
 
 T = TypeVar("T")
+
+
+@frozen(kw_only=True)
+class Loaded:
+    """A checkpoint that has been loaded: its manifest, and the states that were not carried on from it."""
+
+    manifest: AnyManifest
+    differences: Differences
+
+
+@frozen(kw_only=True, eq=False)
+class _Checked:
+    """A checkpoint that fits this rank. ``slots``: those to fill, by name.
+
+    ``optimizer_slots``: those of the optimizer's states, ``rooms``: all states of each parameter. ``fresh``: states of
+    this rank's parts that are not filled. ``another_optimizer``: the states in the checkpoint are not those of the
+    optimizer here.
+    """
+
+    reader: Reader
+    slots: Mapping[str, Slot]
+    optimizer_slots: Mapping[str, Slot]
+    rooms: Mapping[nn.Parameter, Mapping[str, Tensor]]
+    fresh: frozenset[str]
+    dropped: frozenset[str]
+    another_optimizer: bool
 
 
 def load(
@@ -30,27 +68,34 @@ def load(
     *,
     tokenizer: str = "",
     base: Base | None = None,
+    fresh_optimizer: bool = False,
     group: ProcessGroup | None = None,
-) -> AnyManifest:
-    """Fill a model, its state and its optimizer, and return the manifest. Collective.
+) -> Loaded:
+    """Fill a model, its state and its optimizer. Collective.
 
-    Frozen parameters are not filled: the folder of the ``base`` in use has them. ``tokenizer``: fingerprint of the
-    tokenizer in use. Raises CheckpointError on all ranks of ``group`` if one of them sees a damaged folder, another
-    model, another tokenizer or another base. What the manifest and the indexes tell is checked before any tensor is
-    filled. A chunk is checked as it is read, so that where one is damaged, other tensors may be filled: the model must
-    not be used then.
+    Frozen parameters are not filled: the folder of the ``base`` in use has them. States of parts that the checkpoint
+    lacks stay as they are. ``tokenizer``: fingerprint of the tokenizer in use. ``fresh_optimizer``: the states of
+    another optimizer are dropped. Raises CheckpointError on all ranks of ``group`` if one of them sees a damaged
+    folder, another model, another tokenizer, another base, or another optimizer otherwise. What the manifest and the
+    indexes tell is checked before any tensor is filled. A chunk is checked as it is read, so that where one is damaged,
+    other tensors may be filled: the model must not be used then.
     """
-    names = names_in_stages(model_slots(model), model)
-    checked, error = _attempt(lambda: _checked(folder, model, optimizer, tokenizer, base, names))
+    known = names_in_stages(map(of_any_expert, model_slots(model)), model)
+    checked, error = _attempt(
+        lambda: _checked(folder, model, optimizer, tokenizer, base, known, fresh_optimizer=fresh_optimizer)
+    )
     raise_together(error, group)
     assert checked is not None
-    reader, slots, rooms = checked
-    _, error = _attempt(lambda: _fill(reader, slots))
+    differences = _differences(checked, group)
+    slots = dict(checked.slots)
+    if not differences.fresh_optimizer:
+        slots |= checked.optimizer_slots
+    _, error = _attempt(lambda: _fill(checked.reader, slots))
     raise_together(error, group)
-    if optimizer is not None:
-        for parameter, held in rooms.items():
+    if optimizer is not None and not differences.fresh_optimizer:
+        for parameter, held in checked.rooms.items():
             optimizer.state[parameter].update(held)
-    return reader.manifest
+    return Loaded(manifest=checked.reader.manifest, differences=differences)
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
@@ -73,11 +118,13 @@ def _checked(
     optimizer: torch.optim.Optimizer | None,
     tokenizer: str,
     base: Base | None,
-    names: Set[str],
-) -> tuple[Reader, Mapping[str, Slot], Mapping[nn.Parameter, dict[str, Tensor]]]:
-    """The checkpoint, the slot of each tensor by name, and the states of each parameter. Raises CheckpointError.
+    known: Set[str],
+    *,
+    fresh_optimizer: bool,
+) -> _Checked:
+    """What of a checkpoint goes where on this rank. Raises CheckpointError.
 
-    ``names``: those of the slots of all stages of a pipeline.
+    ``known``: the names of the slots of all stages of a pipeline, of any expert.
     """
     with way_out(folder):
         reader = opened(folder)
@@ -86,44 +133,73 @@ def _checked(
     require_same_base(folder, origin.base, base)
     saved = reader.tensors
     slots = model_slots(model)
-    rooms: dict[nn.Parameter, dict[str, Tensor]] = {}
-    _check_same_model(folder, saved, slots, names)
-    if optimizer is not None and any(name.startswith("optimizer/") for name in saved):
-        states, rooms = optimizer_slots(model, optimizer, saved)
-        _check_tensors(folder, saved, states)
-        slots |= states
-    return reader, slots, rooms
+    problems = []
+    if misfit := misfit_of_weights(saved, slots, known):
+        fix = "Use the spec that it was trained with (spec.yaml in the run's folder)."
+        problems.append(Problem(f"{folder} is a checkpoint of another model: {misfit}.", fix))
+    fresh, dropped = states_of_parts(saved, slots, known)
+    states: Mapping[str, Slot] = {}
+    rooms: Mapping[nn.Parameter, Mapping[str, Tensor]] = {}
+    misfit = ""
+    # A folder that was imported or upcycled is a checkpoint of step 0, which no optimizer has made.
+    if optimizer is not None and (reader.manifest.step > 0 or states_of_optimizer(saved)):
+        states, rooms, misfit = _states_to_fill(saved, model, optimizer, compare_forms=not problems)
+        if misfit and not fresh_optimizer:
+            fix = (
+                "Use the optimizer that it was trained with (train.optimizer in spec.yaml of the run's folder), or "
+                "train on from its weights, with fresh states of this one: train.fresh_optimizer=true."
+            )
+            problems.append(Problem(f"{folder} is a checkpoint of another optimizer: {misfit}.", fix))
+    if problems:
+        raise CheckpointError(problems)
+    return _Checked(
+        reader=reader,
+        slots={name: slot for name, slot in slots.items() if name not in fresh},
+        optimizer_slots=states,
+        rooms=rooms,
+        fresh=frozenset(fresh),
+        dropped=frozenset(dropped),
+        another_optimizer=bool(misfit),
+    )
 
 
-def _check_same_model(
-    folder: Path, saved: Mapping[str, SavedTensor], slots: Mapping[str, Slot], names: Set[str]
-) -> None:
-    _check_tensors(folder, saved, slots)
-    known = names | {name for name in saved if ".experts." in name}  # other ranks have other experts
-    states = {name: f"model/{name.split('/', 2)[2]}" for name in saved if name.startswith("optimizer/")}
-    extra = sorted(name for name in saved if states.get(name, name) not in known)
-    if extra:
-        raise _another(folder, f"it holds also {_listed(extra)}")
+def _states_to_fill(
+    saved: Mapping[str, SavedTensor], model: nn.Module, optimizer: torch.optim.Optimizer, *, compare_forms: bool
+) -> tuple[Mapping[str, Slot], Mapping[nn.Parameter, Mapping[str, Tensor]], str]:
+    """Slots of an optimizer's states, the states of each parameter, and how the saved ones differ from them in words.
+
+    There is nothing to fill if they do. ``compare_forms``: also shapes and dtypes, as those of the weights are right.
+    """
+    kept = keys_kept(optimizer)
+    of_weights = {
+        piece.name: kept[parameter]
+        for parameter, pieces in by_parameter(model)
+        if parameter in kept
+        for piece in pieces
+    }
+    misfit = misfit_of_optimizer(saved, of_weights)
+    if misfit:
+        return {}, {}, misfit
+    slots, rooms = optimizer_slots(model, optimizer, saved)
+    if compare_forms and (misfit := misfit_of_forms(saved, slots)):
+        return {}, {}, misfit
+    return slots, rooms, ""
 
 
-def _check_tensors(folder: Path, saved: Mapping[str, SavedTensor], slots: Mapping[str, Slot]) -> None:
-    missing = sorted(slots.keys() - saved.keys())
-    if missing:
-        raise _another(folder, f"it lacks {_listed(missing)}")
-    for name, slot in slots.items():
-        misfit = slot.misfit(saved[name])
-        if misfit:
-            raise _another(folder, f"{words(name)} is {misfit}")
+def _differences(checked: _Checked, group: ProcessGroup | None) -> Differences:
+    """Differences between a checkpoint and what all ranks have. Collective.
 
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(words, names[:3])) + more
-
-
-def _another(folder: Path, what: str) -> CheckpointError:
-    fix = "Use the spec that it was trained with (spec.yaml in the run's folder)."
-    return CheckpointError(f"{folder} is a checkpoint of another model: {what}.", fix)
+    Every rank begins with fresh states of its optimizer if one has to.
+    """
+    saved = checked.reader.tensors
+    told = everywhere([sorted(checked.fresh), checked.another_optimizer], group)
+    fresh = {name for names, _ in told for name in names}
+    of_another_form = fresh & saved.keys()
+    fresh_optimizer = any(another for _, another in told)
+    dropped = checked.dropped | of_another_form
+    if fresh_optimizer:
+        dropped |= {name for name in saved if name.startswith("optimizer/")}
+    return Differences(fresh=fresh, dropped=dropped, fresh_optimizer=fresh_optimizer)
 
 
 def _check_same_tokenizer(folder: Path, saved: str, here: str) -> None:
