@@ -68,7 +68,7 @@ def _step(number: int, checkpoint: Inspected, start: Record) -> dict[str, Any]:
         "ranks": reader.manifest.origin.world if reader else None,
         "layout": start.get("layout"),
         "files": len(reader.files) if reader else None,
-        "bytes": sum(part.nbytes for file in reader.files for part in file.parts) if reader else None,
+        "bytes": inspection.size_of(reader) if reader else None,
     }
 
 

@@ -62,6 +62,12 @@ def format_of(reader: Reader) -> int:
     return format2.FORMAT if isinstance(reader.manifest, format2.OldManifest) else FORMAT
 
 
+def size_of(reader: Reader) -> int:
+    """Bytes of the files of a checkpoint that are there."""
+    paths = [reader.folder / file.file for file in reader.files]
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
 def held_by(reader: Reader) -> list[Held]:
     """Tensors of a checkpoint by kind, as they are stored: a scalar that has the value of another one has no part."""
     names: dict[str, list[str]] = {}

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_checkpoint_of_format_2_is_loaded_and_chosen(folder: Path) -> None:
     model, optimizer = tiny()
-    manifest = checkpoint.load(folder, model, optimizer, tokenizer="bytes")
+    manifest = checkpoint.load(folder, model, optimizer, tokenizer="bytes").manifest
     assert (manifest.step, manifest.origin.world, manifest.origin.sequences) == (4, 2, 8)
     wanted, got = everything(*tiny(1.0)), everything(model, optimizer)
     assert got.keys() == wanted.keys()
