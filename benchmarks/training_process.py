@@ -183,7 +183,7 @@ def _all_of(file: IO[str]) -> str:
     return file.read()
 
 
-TIMED = ("time", "seconds", "tokens_per_s")
+TIMED = ("time", "seconds", "tokens_per_s", "checkpoint_blocked_s", "checkpoint_bytes")
 """Metrics that differ between two runs of the same steps."""
 _LAST_BYTES = 1 << 14
 
