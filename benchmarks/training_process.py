@@ -183,7 +183,14 @@ def _all_of(file: IO[str]) -> str:
     return file.read()
 
 
-TIMED = ("time", "seconds", "tokens_per_s", "model_tflops_per_gpu")
+TIMED = (
+    "time",
+    "seconds",
+    "tokens_per_s",
+    "model_tflops_per_gpu",
+    "checkpoint_blocked_s",
+    "checkpoint_bytes",
+)
 """Metrics that differ between two runs of the same steps."""
 _LAST_BYTES = 1 << 14
 

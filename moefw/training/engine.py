@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from attrs import frozen
 from torch import Tensor, nn
 
 from moefw.compose.router_steps import stays
@@ -27,6 +28,29 @@ from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.graphed_run import GraphedRun, OnFailure
 from moefw.training.micro_batches import Clock, Run, in_order, run_of
 from moefw.training.step_sums import Attempt, Tally
+from moefw_kernels.devices import on_device
+
+
+@frozen
+class Votes:
+    """On how many ranks the work beside steps is ``done``, and on how many it ``failed``."""
+
+    done: int = 0
+    failed: int = 0
+
+    def decided(self, world: int) -> bool:
+        """Whether all ranks are done, or one has failed."""
+        return self.failed > 0 or self.done == world
+
+
+class Beside(Protocol):
+    """Work that goes on beside steps, such as a save: it reads weights and states, and ranks agree when it is done."""
+
+    def votes(self) -> tuple[float, float]:
+        """1.0 and 0.0 if this rank's share is done, 0.0 and 1.0 if it failed, else zeros."""
+
+    def wait_until_read(self) -> None:
+        """Return once weights and states have been read, so that they may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +64,7 @@ class StepResult:
     and whether the step was bad. ``note`` is a line about a bad step, empty for other steps. ``routes``: the expert ids
     of this rank's tokens by layer, for each of its micro-batches, if the engine keeps them. ``tokens`` counts valid
     ones, with a loss or not. ``grad_norms`` are those of the parts of the model, whose squares add up to that of
-    ``grad_norm``.
+    ``grad_norm``. ``votes``: of the ranks on the work beside steps, as it was before the update.
     """
 
     loss: float
@@ -53,6 +77,7 @@ class StepResult:
     load_LE: list[list[float]]
     router_entropy_L: list[float | None]
     note: str = ""
+    votes: Votes = Votes()
     routes: Sequence[Mapping[int, Tensor]] = ()
 
     @property
@@ -79,12 +104,14 @@ class Engine:
         delay_wgrads: bool = False,
         graphs: Graphs | None = None,
         on_failed_capture: OnFailure = "stop",
+        beside: Beside | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.layout = layout
         self.clip_norm = clip_norm
+        self.beside = beside
         self.gradients = Gradients(model, layout, getattr(torch, main_gradients))
         self.run: Run
         """Accumulates the gradients of a step."""
@@ -115,9 +142,10 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         layout: Layout,
         train: TrainSpec,
+        beside: Beside | None = None,
         tell: Callable[[str], None] = print,
     ) -> Engine:
-        """Engine that a spec's section ``train`` describes."""
+        """Engine that a spec's section ``train`` describes. ``beside``: work that goes on beside its steps."""
         return cls(
             model,
             optimizer,
@@ -130,6 +158,7 @@ class Engine:
             delay_wgrads=train.delay_wgrads,
             graphs=CudaGraphs() if train.graphs == "step" else None,
             on_failed_capture=train.on_failed_capture,
+            beside=beside,
             tell=tell,
         )
 
@@ -175,7 +204,9 @@ class Engine:
             return Attempt(tally=tally, first=first, norms=self.gradients.norms())
 
     def _update(self, made: Attempt, lr: float, clock: Clock) -> None:
-        """Advance parameters, optimizer, routers and meters."""
+        """Advance parameters, optimizer, routers and meters. Nothing else writes weights or states."""
+        if self.beside is not None:
+            self.beside.wait_until_read()
         with clock("optimizer"):
             if self.clip_norm is not None:
                 self.gradients.clip(made.norms[0], self.clip_norm)
@@ -197,7 +228,10 @@ class Engine:
         with clock("gradients"):
             aux_scale = batches[0].aux_scale
             assert aux_scale is not None, "a batch in training has its scales"
-            tally.reduce(self.layout, valid_tokens=1.0 / aux_scale)
+            votes = None
+            if self.beside is not None:
+                votes = on_device(torch.tensor(self.beside.votes(), dtype=torch.float64), tally.loss.device)
+            tally.reduce(self.layout, valid_tokens=1.0 / aux_scale, votes=votes)
         return tally
 
     def _scaled(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -259,6 +293,7 @@ def _result(made: Attempt) -> StepResult:
         layers=tuple(made.told.layers),
         load_LE=shares,
         router_entropy_L=[layer.router_entropy for layer in layers],
+        votes=Votes() if made.told.votes is None else Votes(*map(round, made.told.votes.tolist())),
         routes=made.tally.routes or (),
     )
 

@@ -76,6 +76,8 @@ class Tally:
         """Those of the global batch, with a loss or not, once the sums are on the host."""
         self.replay = ""
         """The replay that makes these sums, which a stamp of the wait for them names; empty: passes with own stamps."""
+        self.votes: Tensor | None = None
+        """What ranks tell of work beside the step, summed over them: see :class:`moefw.training.engine.Beside`."""
 
     def copied(self) -> Tally:
         """These sums in memory of their own."""
@@ -97,11 +99,14 @@ class Tally:
             self.routes += [{} for _ in range(number + 1 - len(self.routes))]
             self.routes[number] |= {layer: new.expert_ids_TK for layer, new in output.layers.items()}
 
-    def reduce(self, layout: Layout, valid_tokens: Tensor | None = None) -> None:
+    def reduce(self, layout: Layout, valid_tokens: Tensor | None = None, votes: Tensor | None = None) -> None:
         """Sum over all ranks that hold different tokens, in one all-reduce, and start to copy the sums to the host.
 
-        ``valid_tokens``: the number of valid tokens of all ranks, which is copied with them.
+        ``valid_tokens``: the number of valid tokens of all ranks, which is copied with them. ``votes``: numbers of this
+        rank, fp64, which are summed over all ranks with the rest; given in all steps, or in none: a sum of many ranks
+        rounds by its place in the all-reduce.
         """
+        self.votes = votes
         group = layout.group(*STAGE)
         named = self._named()
         if group is not None:
@@ -114,6 +119,8 @@ class Tally:
     def _named(self) -> dict[Key, Tensor]:
         """All sums, those of layers with the layer's number."""
         named: dict[Key, Tensor] = {("loss", 0, ""): self.loss}
+        if self.votes is not None:
+            named["votes", 0, ""] = self.votes
         named |= {("losses", 0, name): value for name, value in self.losses.items()}
         for number, layer in sorted(self.layers.items()):
             for kind, values in (("stats", layer.stats), ("aux_losses", layer.aux_losses)):
@@ -128,6 +135,8 @@ class Tally:
                 told.loss = value
             elif kind == "valid tokens":
                 told.valid_tokens = round(value.item())
+            elif kind == "votes":
+                told.votes = value
             elif kind == "losses":
                 told.losses[name] = value
             else:

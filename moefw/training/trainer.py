@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,7 +19,7 @@ from moefw.compose.optimizer import build_optimizer
 from moefw.compose.pretrained import read_weights
 from moefw.compose.routes import ROUTES
 from moefw.core.data import TOKENIZER
-from moefw.core.errors import Problem, RunError
+from moefw.core.errors import MoefwError, Problem, RunError
 from moefw.core.stages import Batch
 from moefw.models.huggingface.beside import CHAT, hand_on
 from moefw.runtime.communication.agreement import anywhere
@@ -106,13 +106,22 @@ class Trainer:
         with assembly.registry.calling(assembly.parts.optimizer, "build()"):
             optimizer = build_optimizer(assembly, session.model, session.layout, session.device, session.shared)
         self.console = Console(quiet=not session.leads)
-        self.engine = Engine.of(session.model, optimizer, session.layout, spec, partial(say, self.console))
+        self.saver = checkpoint.Saver(
+            self.run_dir,
+            session.model,
+            optimizer,
+            session.layout,
+            keep=spec.keep_checkpoints,
+            keep_every=spec.keep_every,
+        )
+        tell = partial(say, self.console)
+        self.engine = Engine.of(session.model, optimizer, session.layout, spec, beside=self.saver, tell=tell)
         self.spikes = LossSpikes(spec.loss_spike)
         self.feed = feed_of(session)
         evaluation_starts(session)
         self.clock = StepClock()
         self.log = RunLog()
-        self.files = RunFiles(spec.on_full_disk, partial(say, self.console), self._full_disk)
+        self.files = RunFiles(spec.on_full_disk, tell, self._full_disk)
         self.ledger = ledger and session.leads and is_gpu(session.device)
         self.host_group = session.layout.host_group()
         self.base = checkpoint.base_of(session.assembly, session.layout)
@@ -143,8 +152,9 @@ class Trainer:
                 if self.forecast.rehearsals:
                     self._rehearse()
                 self.requests.mode = "defer"
-                for step in range(self.start, self.spec.steps):
-                    self._step_of_run(step, progress)
+                with self._last_save_settled():
+                    for step in range(self.start, self.spec.steps):
+                        self._step_of_run(step, progress)
             self.requests.mode = "finish"
             self.log.end_window()
             conclude(self.session, self.run_dir, self.clock, self.console)
@@ -180,9 +190,11 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.session.device)
         if self.ledger and step + 1 == min(self.start + LEDGER_STEPS, self.spec.steps):
             progress.note(self._measured())
+        if result.votes.decided(self.session.layout.plan.world):
+            self._settle()
         if self._due(step, self.spec.checkpoint_every):
-            with self._writing_checkpoint(step):
-                progress.note(f"saved {self._save(step)}")
+            self._settle()
+            self._save(step)
         if step + 1 < self.spec.steps and anywhere(self.requests.asked is not None, self.host_group):
             self._stop(step)
 
@@ -231,6 +243,17 @@ class Trainer:
             raise
         self._end("done")
 
+    @contextmanager
+    def _last_save_settled(self) -> Iterator[None]:
+        """Commit what is saved beside steps also if the code inside fails, where it fails on every rank."""
+        try:
+            yield
+        except MoefwError as error:
+            if error.on_every_rank:
+                with suppress(MoefwError):  # the first failure is reported
+                    self._settle()
+            raise
+
     def _end(self, outcome: Outcome, error: Exception | None = None) -> None:
         reason = "" if error is None else reason_of(error)
         self.log.attempt("end", self.done, outcome=outcome, reason=reason, memory=peak_memory(self.session.device))
@@ -246,8 +269,9 @@ class Trainer:
         """Save after ``step``, unless it is saved already, and raise StoppedError, with a message on one rank only."""
         self.requests.mode = "finish"
         folder = self.run_dir / "checkpoints" / f"step-{step + 1}"
+        self._settle()
         if self.saved != folder:
-            self._save(step)
+            self._save_now(step)
         said = Problem(f"stopped by a signal after step {step + 1}, saved as {folder}.", "Continue with --resume.")
         self.log.event("stop", step + 1, reason=str(said), checkpoint=self._relative(folder))
         raise StoppedError([said] if self.session.leads else [])
@@ -270,11 +294,12 @@ class Trainer:
                 result = self.engine.step(batches, lr, clock, number=step + 1)
         except BadStateError as error:
             (problem,) = error.problems
+            self._settle()
             back = checkpoint.way_back(self.run_dir, self.host_group)
             raise RunError(problem.what, f"{problem.fix} {back}", on_every_rank=True) from error
         with self.files.writing(self.run_dir / ROUTES):
             self.routes.record(step + 1, batches, result.routes)
-        record = record_of(step, lr, result)
+        record = record_of(step, lr, result) | self.saver.metrics()
         spike = self.spikes.warning(step + 1, result.loss)
         if spike:
             record[LOSS_SPIKES] = 1
@@ -350,29 +375,52 @@ class Trainer:
         """Whether an action with period ``every``, which also follows the last step, is due after ``step``."""
         return step + 1 == self.spec.steps or (every > 0 and (step + 1) % every == 0)
 
-    def _writing_checkpoint(self, step: int) -> AbstractContextManager[None]:
-        """Guard the write of a checkpoint. A failure at a run's last one raises under any ``on_full_disk``."""
+    def _save(self, step: int) -> None:
+        """Save a checkpoint after a step: begin it beside the steps that follow, or make it, if it is the last one or
+        training waits. Collective.
+        """
         last = step + 1 == self.spec.steps
-        return nullcontext() if last else self.files.writing(self.run_dir / "checkpoints")
+        if self.spec.checkpoint == "async" and not last:
+            with self.clock.aside("checkpoint"):
+                self.saver.begin(step + 1, self._origin(step))
+            return
+        # A failure at a run's last checkpoint raises under any ``on_full_disk``.
+        with nullcontext() if last else self.files.writing(self.run_dir / "checkpoints"):
+            self._save_now(step)
 
-    def _save(self, step: int) -> Path:
-        """Save a checkpoint after a step, record it, and return its folder. Collective."""
+    def _save_now(self, step: int) -> None:
+        """Save a checkpoint after a step, and record it. Collective."""
+        with self.clock.aside("checkpoint"):
+            saved = self.saver.save(step + 1, self._origin(step))
+            return_free_pages()
+        self._record_saved(saved)
+
+    def _settle(self) -> None:
+        """Wait for the save that goes on beside steps, if there is one, and record its checkpoint. Collective."""
+        if not self.saver.goes_on:
+            return
+        with self.files.writing(self.run_dir / "checkpoints"):
+            with self.clock.aside("checkpoint"):
+                saved = self.saver.settled()
+                return_free_pages()
+            self._record_saved(saved)
+
+    def _record_saved(self, saved: checkpoint.Saved) -> None:
+        self.saved = saved.folder
+        path = self._relative(saved.folder)
+        self.log.event("checkpoint", saved.step, path=path, seconds=round(saved.blocked_s, 6), bytes=saved.nbytes)
+        say(self.console, f"saved {saved.folder}")
+
+    def _origin(self, step: int) -> checkpoint.Origin:
+        """What a checkpoint after a step says of the run that saves it."""
         session = self.session
-        origin = checkpoint.Origin(
+        return checkpoint.Origin(
             world=session.layout.plan.world,
             plugins=tuple(tuple(version) for version in session.assembly.versions()),
             tokenizer=session.data.fingerprint,
             sequences=self.feed.order.first(step + 1),
             base=self.base,
         )
-        keep = self.spec.keep_checkpoints
-        optimizer = self.engine.optimizer
-        with self.clock.aside("checkpoint") as aside:
-            path = checkpoint.save(self.run_dir, step + 1, session.model, optimizer, session.layout, origin, keep=keep)
-            return_free_pages()
-        self.saved = path
-        self.log.event("checkpoint", step + 1, path=self._relative(path), seconds=round(aside.seconds, 6))
-        return path
 
     def _resume(self, which: Which | None) -> int:
         """Load the checkpoint that all ranks resume from and return its step; 0 if they start anew."""

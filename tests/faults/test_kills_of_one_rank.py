@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import random
-import shutil
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from attrs import frozen
 
-import kill_chain
-from kill_chain import EVERY, RANKS, KillChain, Unbroken, compiled, train
+from kill_chain import EVERY, RANKS, KillChain, Unbroken, preloaded
 from training_process import newest
-
-SHIM = Path(kill_chain.__file__).with_name("kill_in_save.c")
 
 pytestmark = pytest.mark.deep
 
@@ -57,32 +52,6 @@ def draw(chance: random.Random) -> list[WhileTraining | InASave]:
 @pytest.fixture(scope="module")
 def chain(spec: Path, unbroken: Unbroken, tmp_path_factory: pytest.TempPathFactory) -> KillChain:
     return KillChain(spec, tmp_path_factory.mktemp("chain") / "run", unbroken)
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler")
-    return compiled(SHIM, tmp_path_factory.mktemp("shim"))
-
-
-def preloaded(shim: Path, run_dir: Path, step: int, log: Path) -> dict[str, str]:
-    """Return the environment in which the system calls of the save of a step are counted."""
-    told = {"BELOW": run_dir / "checkpoints", "FROM": f"step-{step}.tmp", "LOG": log}
-    return {"LD_PRELOAD": str(shim), **{f"FAULT_{name}": str(value) for name, value in told.items()}}
-
-
-@pytest.fixture(scope="module")
-def points(shim: Path, spec: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, int]:
-    """Number of points, by rank, at which a save that also drops an old checkpoint can be killed."""
-    folder = tmp_path_factory.mktemp("points")
-    run_dir, log, last = folder / "run", folder / "log", 3 * EVERY
-    with train(spec, run_dir, f"train.steps={last}", environment=preloaded(shim, run_dir, last, log)) as run:
-        assert (ended := run.ended()).code == 0, ended.err
-    counted = {rank: len(Path(f"{log}-{rank}").read_text().splitlines()) for rank in range(RANKS)}
-    assert counted[0] >= 20
-    assert counted[1] >= 6
-    return counted
 
 
 @pytest.mark.fault("{id}", "the run ends and names it; no torn checkpoint is there, no rank is left after 5 s")

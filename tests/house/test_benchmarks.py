@@ -54,6 +54,20 @@ def test_adapters_are_measured_beside_those_of_peft(monkeypatch: pytest.MonkeyPa
     assert ours["saved_bytes"] < peer["saved_bytes"]
 
 
+def test_a_save_beside_steps_is_measured_beside_one_that_training_waits_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("MOEFW_RESULTS", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    saves = importlib.import_module("saves")
+    train = {**saves.TRAIN, "tokens_per_step": 64, "seq_len": 16}
+    found = saves.main(1, sizes={"vocab_size": 64}, train=train, dry=True)
+    assert found["blocked_s"] > 0
+    assert found["bytes"] > 0
+    assert found["steps_beside_save"] >= 1
+
+
 def test_a_recorded_step_is_measured_beside_one_that_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("MOEFW_RESULTS", str(tmp_path))

@@ -378,6 +378,7 @@ class TestResolvedSpec:
             "run.device": "cpu",
             "train.packing": "static",
             "train.on_full_disk": "continue",
+            "train.checkpoint": "sync",
             "train.graphs": None,  # not on a CPU: tests/spec/test_graphs.py
             "train.on_failed_capture": "eager",
             "run.observers": ["wsd"],

@@ -26,6 +26,8 @@ train:
 run: {{dir: %s, device: cpu}}
 """
 RANKS = 2
+SHIM = Path(__file__).with_name("kill_in_save.c")
+"""Source of the library that kills a process inside a save."""
 QUICK = {"OMP_NUM_THREADS": "1"}
 
 
@@ -84,3 +86,9 @@ def compiled(source: Path, folder: Path) -> Path:
     library = folder / f"{source.stem}.so"
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     return library
+
+
+def preloaded(shim: Path, run_dir: Path, step: int, log: Path) -> dict[str, str]:
+    """Return the environment in which the system calls of the save of a step are counted."""
+    told = {"BELOW": run_dir / "checkpoints", "FROM": f"step-{step}.tmp", "LOG": log}
+    return {"LD_PRELOAD": str(shim), **{f"FAULT_{name}": str(value) for name, value in told.items()}}

@@ -4,6 +4,7 @@
  * FAULT_BELOW  calls that change what lies below this folder are counted
  * FAULT_FROM   and only from the first one on whose path contains this
  * FAULT_AT     the point at which the process is killed; 0: never
+ * FAULT_HANG   if it is set, the thread waits there forever in place of that, as on a disk that hangs
  * FAULT_LOG    each point of rank 1 is a line in the file of this name and "-1"
  *
  * A call has two points: before it, where a write has done half of its work, and after it. The renaming of a shard from
@@ -31,7 +32,8 @@ static long at, points;
 static int armed, begun, log_file = -1;
 static char *paths[DESCRIPTORS];
 
-__attribute__((constructor)) static void arm(void) {
+/* Read the environment: when the process begins, and again in a fork that has changed its own. */
+__attribute__((constructor)) void arm_from_environment(void) {
     const char *rank = getenv("RANK"), *wanted = getenv("FAULT_RANK"), *log = getenv("FAULT_LOG");
     char log_path[PATH_MAX];
     below = getenv("FAULT_BELOW");
@@ -66,6 +68,7 @@ static int dies(const char *call, const char *path, int at_once) {
     char line[PATH_MAX + 64];
     int length = snprintf(line, sizeof line, "%s %s\n", call, path);
     syscall(SYS_write, log_file, line, length);
+    if (point == at && getenv("FAULT_HANG")) for (;;) pause();
     if (point == at && at_once) kill(getpid(), SIGKILL);
     return point == at;
 }

@@ -28,6 +28,7 @@ from moefw.training import session
 from moefw.training.session import Session
 from resolved_specs import problems_of, resolved
 from small_spec import small_spec
+from training_process import TIMED
 
 LENGTHS = (7, 1, 10, 2, 6)
 MODELS = {
@@ -125,14 +126,7 @@ def records(spec: Path, *arguments: str) -> list[dict[str, Any]]:
     done = CliRunner().invoke(train, [str(spec), *arguments], standalone_mode=False, catch_exceptions=False)
     assert done.return_value == 0
     lines = [json.loads(line) for line in (spec.parent / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {
-            key: value
-            for key, value in line.items()
-            if key not in ("time", "seconds", "tokens_per_s", "model_tflops_per_gpu")
-        }
-        for line in lines
-    ]
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
 
 
 def test_a_blend_of_packed_documents_resumes_bit_for_bit(spec: Path) -> None:

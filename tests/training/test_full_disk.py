@@ -79,7 +79,8 @@ def test_a_checkpoint_that_finds_no_room_stops_the_run_or_is_passed_over(told: d
 def test_a_checkpoint_that_is_passed_over_is_recorded(told: dict[str, Any]) -> None:
     events = [json.loads(line) for line in told["a checkpoint passed over"]["events"].splitlines()]
     (full,) = (event for event in events if event["event"] == "full_disk")
-    assert (full["step"], full["path"]) == (5, "checkpoints")
+    assert full["step"] >= 5  # steps go on beside the save
+    assert full["path"] == "checkpoints"
     assert "step-5 could not be saved" in full["reason"]
     assert (events[-1]["event"], events[-1]["outcome"]) == ("end", "failed")
     assert "step-20 could not be saved" in events[-1]["reason"]

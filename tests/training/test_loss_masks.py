@@ -33,6 +33,7 @@ from moefw.training.engine import Engine, evaluate
 from pairwise import deep
 from resolved_specs import resolved
 from small_spec import small_spec
+from training_process import TIMED
 
 AUX = [{"kind": "aux_loss", "coeff": 0.5}, {"kind": "z_loss", "coeff": 0.1}]
 BALANCE = "routing.balance=[{kind: aux_loss, coeff: 0.5}]"
@@ -222,9 +223,8 @@ def lines_of(spec: Path, run: Path, packing: str, *more: str) -> list[dict[str, 
     words = [str(spec), f"run.dir={run}", f"train.packing={packing}", BALANCE, *more]
     done = CliRunner().invoke(moefw_train, words, standalone_mode=False, catch_exceptions=False)
     assert done.return_value == 0
-    unequal = ("time", "seconds", "tokens_per_s", "model_tflops_per_gpu")
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key not in unequal} for line in lines]
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
 
 
 class Prompts(TokenStream):

@@ -23,6 +23,7 @@ from moefw.core.plugin import SchedulePlugin
 from moefw.training import trainer
 from moefw.training.records.metrics import read_metrics
 from moefw.training.world import Place
+from training_process import TIMED
 
 Train = Callable[..., list[dict[str, Any]]]
 
@@ -43,14 +44,7 @@ def train(write_spec: Callable[..., Path]) -> Train:
         trainer.train(assembly, Place(0, 1, 0, 1), resume=None)
         records = list(read_metrics(metrics))
         metrics.unlink()
-        return [
-            {
-                key: value
-                for key, value in record.items()
-                if key not in ("time", "seconds", "tokens_per_s", "model_tflops_per_gpu")
-            }
-            for record in records
-        ]
+        return [{key: value for key, value in record.items() if key not in TIMED} for record in records]
 
     return train
 

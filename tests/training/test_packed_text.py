@@ -13,6 +13,7 @@ import copies
 from command_here import moefw_says
 from data_cases import write
 from resolved_specs import problems_of
+from training_process import TIMED
 
 LENGTHS = (3, 40, 9, 120, 17, 5, 64, 1, 30)
 
@@ -32,14 +33,7 @@ def spec(write_spec: Callable[..., Path]) -> Path:
 
 def records(spec: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (spec.parent / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {
-            key: value
-            for key, value in line.items()
-            if key not in ("time", "seconds", "tokens_per_s", "model_tflops_per_gpu")
-        }
-        for line in lines
-    ]
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
 
 
 def trained(spec: Path, *arguments: str) -> list[dict[str, Any]]:

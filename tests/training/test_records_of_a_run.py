@@ -160,7 +160,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path, cache: None, monkeypatch: pyt
     def fails(*_: object, **__: object) -> None:
         raise RunError("the moon is full.", "Wait.")
 
-    monkeypatch.setattr(trainer.checkpoint, "save", fails)
+    monkeypatch.setattr(trainer.checkpoint.Saver, "save", fails)
     with pytest.raises(RunError):
         train(small_spec(tmp_path, steps=1))
     last = events(tmp_path / "run")[-1]

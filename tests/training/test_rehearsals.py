@@ -23,6 +23,7 @@ from moefw.training.records.json_lines import Record
 from moefw.training.records.metrics import METRICS, read_metrics
 from moefw.training.world import ALONE
 from pairwise import quick
+from training_process import TIMED
 
 STEPS = 2
 REHEARSALS = 2
@@ -110,14 +111,7 @@ def trained(spec: Path, *, rehearsals: bool, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(forecast, "MOST_SHARE", 10.0 if rehearsals else 0.0)
     run = spec.parent / ("with" if rehearsals else "without")
     trainer.train(specs.read(str(spec), [f"run.dir={run}"]), ALONE, resume=None)
-    lines = [
-        {
-            key: value
-            for key, value in line.items()
-            if key not in ("time", "tokens_per_s", "model_tflops_per_gpu", "seconds")
-        }
-        for line in read_metrics(run / METRICS)
-    ]
+    lines = [{key: value for key, value in line.items() if key not in TIMED} for line in read_metrics(run / METRICS)]
     events = [event["event"] for event in read_events(run / EVENTS)]
     tensors = b"".join(path.read_bytes() for path in sorted(run.glob("checkpoints/*/*.safetensors")))
     return lines, events, tensors

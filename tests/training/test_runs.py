@@ -26,6 +26,7 @@ from moefw.commands import specs
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.runtime.naming import initialise
 from moefw.testing.pool import RankPool
+from moefw.training.folder import checkpoint_dirs
 from moefw.training.session import Session
 from moefw.training.trainer import Trainer
 from run_cases import TORCHRUN
@@ -159,8 +160,8 @@ def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(
     whole = request.getfixturevalue("split") if layout == SPLIT else request.getfixturevalue("trained")[0]
     broken = spec(tmp_path, text, layout, "broken")
     process = copies.Copy(["moefw", "train", broken])
-    metrics = tmp_path / "broken" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, process)
+    # A checkpoint is committed some steps after its own.
+    wait_until(lambda: checkpoint_dirs(tmp_path / "broken"), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(10)
     assert "continuing after step" in train(broken, "--resume")

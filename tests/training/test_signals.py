@@ -38,7 +38,8 @@ def test_every_signal_saves_what_a_resumed_run_continues_to_the_same_end(
     ]
     for number, wish in enumerate(wishes):
         before = steps
-        process = train(environment, path, *(["--resume"] if number else []))
+        # A save beside steps goes on when the signal comes.
+        process = train(environment, path, "train.checkpoint_every=1", *(["--resume"] if number else []))
         wait_until(partial(has_steps, run, steps + 2), process)
         wish(process)
         code, said, _ = end(process)

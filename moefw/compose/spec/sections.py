@@ -104,6 +104,10 @@ class TrainSpec:
     """Number of steps between checkpoints. One follows the last step in any case; 0: it alone."""
     keep_checkpoints: int = field(default=2, validator=ge(1))
     """Number of the newest checkpoints that are kept."""
+    keep_every: int = field(default=0, validator=ge(0))
+    """Number of steps between checkpoints that are kept for good, beside the newest ones; 0: none is."""
+    checkpoint: Literal["async", "sync"] = "async"
+    """Whether training goes on while a checkpoint is written, from a copy in host memory (``async``), or waits."""
     fresh_optimizer: bool = False
     """Whether a run goes on from a checkpoint of another optimizer, with fresh states of its own.
 

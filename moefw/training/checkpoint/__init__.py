@@ -12,6 +12,7 @@ from moefw.training.checkpoint.choice import Chosen, another, choose, choose_tog
 from moefw.training.checkpoint.commit import set_aside_after
 from moefw.training.checkpoint.loading import Loaded, load
 from moefw.training.checkpoint.manifest import Base, Manifest, Origin
+from moefw.training.checkpoint.saver import Saved, Saver
 from moefw.training.checkpoint.saving import save
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Loaded",
     "Manifest",
     "Origin",
+    "Saved",
+    "Saver",
     "another",
     "base_of",
     "choose",

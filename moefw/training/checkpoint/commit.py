@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -43,19 +44,29 @@ def commit(scratch: Path, manifest: bytes, final: Path) -> None:
         discard(replaced)
 
 
-def prune(run_dir: Path, *, keep: int) -> None:
-    """Drop all but the newest ``keep`` checkpoints; one that cannot be deleted stays."""
-    for _, folder in checkpoint_dirs(run_dir)[:-keep]:
+def delete(folder: Path) -> None:
+    """Delete as much of a folder as can be deleted."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def prune(run_dir: Path, *, keep: int, keep_every: int = 0, delete: Callable[[Path], None] = delete) -> None:
+    """Drop all but the newest ``keep`` checkpoints, and those of each ``keep_every``-th step; 0: of none.
+
+    One that cannot be renamed stays. ``delete`` deletes a folder that has lost its name.
+    """
+    for step, folder in checkpoint_dirs(run_dir)[:-keep]:
+        if keep_every and step % keep_every == 0:
+            continue
         with suppress(OSError):
-            discard(folder)
+            discard(folder, delete)
 
 
-def discard(folder: Path) -> None:
+def discard(folder: Path, delete: Callable[[Path], None] = delete) -> None:
     """Rename a checkpoint and delete it, so that no reader finds a part of it."""
     gone = folder.with_name(f".{folder.name}.discarded")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    delete(gone)
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[str]:

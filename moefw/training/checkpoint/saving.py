@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from moefw.runtime.parallel.boxes import boxes
 from moefw.runtime.parallel.local_shards import is_held_as_codes, local
 from moefw.system.stamps import stamp
 from moefw.training.checkpoint.choice import way_back
-from moefw.training.checkpoint.commit import begin, commit, prune
+from moefw.training.checkpoint.commit import begin, commit, delete, prune
 from moefw.training.checkpoint.files import SavedFile, file_of, write
 from moefw.training.checkpoint.json_data import item
 from moefw.training.checkpoint.manifest import (
@@ -50,23 +51,53 @@ def save(
     origin: Origin,
     *,
     keep: int,
+    keep_every: int = 0,
 ) -> Path:
-    """Write ``checkpoints/step-N`` and drop all but the newest ``keep``. Collective.
+    """Write ``checkpoints/step-N``, and drop all but the newest ``keep`` and those of each ``keep_every``-th step.
 
-    Raises RunError on every rank if a value is not finite on one, and NotWrittenError if one cannot write. Nothing is
-    committed then.
+    Collective. Raises RunError on every rank if a value is not finite on one, and NotWrittenError if one cannot write.
+    Nothing is committed then.
     """
     stamp("saving a checkpoint")
-    require_finite(run_dir, step, model, optimizer, layout)
-    final = run_dir / "checkpoints" / f"step-{step}"
-    scratch = final.with_name(f"{final.name}.tmp")
-    leads = layout.rank == 0
-    _together(lambda: begin(scratch) if leads else None, scratch, layout)
+    require_finite(run_dir, step, _first_bad(model, optimizer), layout)
+    scratch = scratch_of(run_dir, step)
+    begin_together(scratch, layout)
     parts = parts_of(model, optimizer, layout)
-    reports = _together(lambda: _written(scratch, layout.rank, parts), scratch, layout)
+    write_parts = partial(_written, scratch, layout.rank, parts)
+    return commit_together(write_parts, scratch, step, origin, layout, keep=keep, keep_every=keep_every)
+
+
+def scratch_of(run_dir: Path, step: int) -> Path:
+    """Folder in which all ranks write the checkpoint of a step, until it is committed."""
+    return run_dir / "checkpoints" / f"step-{step}.tmp"
+
+
+def begin_together(scratch: Path, layout: Layout) -> None:
+    """Make the folder that a checkpoint is written in. Collective. Raises NotWrittenError on all ranks if it cannot."""
+    _together(lambda: begin(scratch) if layout.rank == 0 else None, scratch, layout)
+
+
+def commit_together(
+    write_parts: Callable[[], dict[str, Any] | None],
+    scratch: Path,
+    step: int,
+    origin: Origin,
+    layout: Layout,
+    *,
+    keep: int,
+    keep_every: int,
+    delete: Callable[[Path], None] = delete,
+) -> Path:
+    """Let each rank write what :func:`report` then tells of it, commit the folder as a checkpoint, and drop others.
+
+    Collective. Raises NotWrittenError on all ranks if one cannot write. Nothing is committed then.
+    """
+    leads = layout.rank == 0
+    final = scratch.with_suffix("")
+    reports = _together(write_parts, scratch, layout)
     _together(lambda: _commit(scratch, step, origin, reports, final) if leads else None, scratch, layout)
     if leads:
-        prune(run_dir, keep=keep)
+        prune(final.parent.parent, keep=keep, keep_every=keep_every, delete=delete)
     return final
 
 
@@ -120,15 +151,16 @@ def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[A
     return [answer for answer, _ in answers]
 
 
-def require_finite(
-    run_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout
-) -> None:
-    """Raise RunError on every rank if one of them would save a non-finite value. Collective."""
-    first_bad = everywhere(_first_bad(model, optimizer), layout.host_group())
-    bad = [(rank, name) for rank, name in enumerate(first_bad) if name is not None]
-    if bad:
-        rank, name = bad[0]
-        others = f" (and on ranks {[rank for rank, _ in bad[1:]]})" if len(bad) > 1 else ""
+def require_finite(run_dir: Path, step: int, bad: str | None, layout: Layout) -> None:
+    """Raise RunError on every rank if one of them would save a value that is not finite. Collective.
+
+    ``bad``: the name of the first tensor with such a value on this rank; None: it has none.
+    """
+    told = everywhere(bad, layout.host_group())
+    bad_ranks = [(rank, name) for rank, name in enumerate(told) if name is not None]
+    if bad_ranks:
+        rank, name = bad_ranks[0]
+        others = f" (and on ranks {[rank for rank, _ in bad_ranks[1:]]})" if len(bad_ranks) > 1 else ""
         what = f"step {step} is not saved: {words(name)} is not finite on rank {rank}{others}."
         raise RunError(what, way_back(run_dir, layout.host_group()))
 
