@@ -213,7 +213,9 @@ def test_the_spec_is_refused_with_the_limit_of_the_library() -> None:
     assert "multiple of 16, not 24" in said
     assert "multiple of 4, not 2" in refused(case("four nodes", num_experts=8), cluster)
     assert refused(case("four nodes"), cluster, max_tokens=64) == ""
-    assert "backend: torch has none" in refused(case("four nodes"), cluster, backend="torch", max_tokens=64)
+    assert "Set rank_capacity and on_overflow: rerun" in refused(
+        case("four nodes"), cluster, backend="torch", max_tokens=64
+    )
 
 
 def test_static_rows_without_counts_on_the_host_go_only_to_a_gemm_that_needs_none() -> None:

@@ -177,5 +177,7 @@ def test_a_slurm_job_whose_time_is_over_is_requeued_and_ends_with_the_losses_of_
     said, _ = again.communicate(timeout=200)
     assert (again.returncode, slurm.requeued()) == (0, ["requeue 42"]), said
     starts = [event for event in read_events(slurm.run_dir / EVENTS) if event["event"] in STARTS]
-    assert [(event["step"], event["jobs"]) for event in starts] == [(0, ["Slurm 42"]), (5, ["Slurm 42"])]
+    assert [event["jobs"] for event in starts] == [["Slurm 42"], ["Slurm 42"]]
+    # The signal may come before step 4 has ended, or in the next one.
+    assert [event["step"] for event in starts] in ([0, 4], [0, 5])
     assert step_losses(slurm.run_dir) == step_losses(unbroken)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -173,11 +172,17 @@ def test_what_does_not_fit_is_named(case: int) -> None:
         call()
 
 
-def test_tensors_on_a_gpu_go_to_the_kernel() -> None:
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_tensors_on_a_gpu_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
     from moefw_kernels.permute_quantize import reference, triton
 
-    assert permute_package._kernels(SimpleNamespace(is_cuda=True)) is triton  # type: ignore[arg-type]
-    assert permute_package._kernels(SimpleNamespace(is_cuda=False)) is reference  # type: ignore[arg-type]
+    called = []
+    monkeypatch.setattr(permute_package, "takes_kernels", lambda x: on_gpu)
+    for module in (reference, triton):
+        monkeypatch.setattr(module, "permute_quantize", lambda *args, module=module: called.append(module))
+    num_tokens, rows = next(maps())
+    permute_quantize(torch.ones(num_tokens, 32), rows, scales="fp32")
+    assert called == [triton if on_gpu else reference]
 
 
 ENCODERS: dict[str, Callable[[], Encoder]] = {

@@ -184,9 +184,9 @@ def watch(name: str, folder: Path) -> Read:
     chunks: list[tuple[str, str, int]] = []
     read_range = reading.read_range
 
-    def watched(file: Any, start: int, part: SavedPart, chunk: range) -> bytearray:
+    def watched(file: Any, start: int, part: SavedPart, chunk: range, into: memoryview | None) -> memoryview:
         chunks.append((Path(file.name).name, part.name, chunk.start // CHUNK_BYTES))
-        return read_range(file, start, part, chunk)
+        return read_range(file, start, part, chunk, into)
 
     with session(name) as opened_session, mock.patch.object(reading, "read_range", watched):
         model, optimizer = opened_session.model, opened_session.optimizer
@@ -219,9 +219,9 @@ def last_good(run_dir: Path) -> tuple[int, tuple[str, ...], set[str]]:
     files: set[str] = set()
     read_range = reading.read_range
 
-    def watched(file: Any, start: int, part: SavedPart, chunk: range) -> bytearray:
+    def watched(file: Any, start: int, part: SavedPart, chunk: range, into: memoryview | None) -> memoryview:
         files.add(Path(file.name).name)
-        return read_range(file, start, part, chunk)
+        return read_range(file, start, part, chunk, into)
 
     with mock.patch.object(reading, "read_range", watched):
         chosen = checkpoint.choose(run_dir, "last-good", dist.group.WORLD)

@@ -205,12 +205,16 @@ def finish(path: Path, parts: Sequence[SavedPart]) -> SavedFile:
     return _indexed(path, hashed, {})
 
 
-def read_range(file: BufferedReader, start: int, part: SavedPart, chunk: range) -> bytearray:
-    """Bytes of a chunk; fewer if the file ends before. ``start``: bytes of the header. Raises OSError."""
-    data = bytearray(len(chunk))
+def read_range(
+    file: BufferedReader, start: int, part: SavedPart, chunk: range, into: memoryview | None = None
+) -> memoryview:
+    """Bytes of a chunk; fewer if the file ends before. ``start``: bytes of the header. Raises OSError.
+
+    ``into``: memory for as many bytes; None: it is allocated.
+    """
+    data = memoryview(bytearray(len(chunk))) if into is None else into
     file.seek(start + part.begin + chunk.start)
-    length = file.readinto(data)
-    return data[:length] if length < len(data) else data
+    return data[: file.readinto(data)]
 
 
 def file_from(name: str, index: bytes, tensors: Mapping[str, SavedTensor]) -> SavedFile:

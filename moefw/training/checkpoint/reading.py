@@ -116,10 +116,22 @@ class Reader:
                 self._fill(file, part, targets)
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, on the host. Raises Damage."""
+        """A whole tensor, on the host. Raises Damage.
+
+        One that is a single part is read where its values stay: no chunk of it is held besides.
+        """
         saved = self.tensors[name]
         values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
-        self.fill({name: [(values, (0,) * len(saved.shape))]})
+        parts = self._parts[self._stored_as.get(name, name)]
+        if len(parts) > 1:
+            self.fill({name: [(values, (0,) * len(saved.shape))]})
+            return values
+        ((file, part),) = parts
+        stamp("reading a checkpoint")
+        data = values.view(-1).view(torch.uint8).numpy().data
+        with self._opened(file) as opened:
+            for number, chunk in enumerate(part.ranges(file.chunk_bytes)):
+                self._bytes(opened, file, part, number, data[chunk.start : chunk.stop])
         return values
 
     def verify(self, index: int = 0, count: int = 1) -> None:
@@ -149,13 +161,20 @@ class Reader:
 
     def _chunk(self, opened: BufferedReader, file: SavedFile, part: SavedPart, number: int) -> Tensor:
         """Values of a chunk, ``(elements,)``. Raises Damage."""
+        data = self._bytes(opened, file, part, number)
+        return torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[part.dtype])
+
+    def _bytes(
+        self, opened: BufferedReader, file: SavedFile, part: SavedPart, number: int, into: memoryview | None = None
+    ) -> memoryview:
+        """Bytes of a chunk. ``into``: memory for them; None: it is allocated. Raises Damage."""
         chunk = part.ranges(file.chunk_bytes)[number]
-        data = read_range(opened, self._starts[file.file], part, chunk)
+        data = read_range(opened, self._starts[file.file], part, chunk, into)
         # Format 2 has no hashes of chunks: its file is verified already.
         bad = bool(part.chunks) and hash_of(data) != part.chunks[number]
         if bad or len(data) != len(chunk):
             raise Damage(f"{self.folder / file.file} is damaged: {words(part.name)}.")
-        return torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[part.dtype])
+        return data
 
     @contextmanager
     def _opened(self, file: SavedFile) -> Iterator[BufferedReader]:
