@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,16 @@ def write(assembly: Assembly, **entries: dict[str, Any] | str | None) -> None:
     Raises RunError if it cannot be written.
     """
     path = path_of(assembly)
-    known = json.loads(path.read_text()) if path.is_file() else {}
+    known = read(path)
     with written(path), replaced_file(path) as scratch:
         kept = {name: entry for name, entry in (known | entries).items() if entry is not None}
         scratch.write_text(json.dumps(kept, indent=1))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Entries of a file; empty if it is not there or damaged: all of them are measured again."""
+    with suppress(OSError, ValueError):
+        entries = json.loads(path.read_bytes())
+        if type(entries) is dict:
+            return entries
+    return {}

@@ -6,11 +6,11 @@ Steps before it is ready, some seconds of a first run of a spec, have no such fi
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from moefw.planner.cluster import with_gpu
+from moefw.training import ledger_file
 
 TERA: Final = 1e12
 
@@ -52,7 +52,7 @@ class ModelFlops:
         if written == self._seen:
             return
         self._seen = written
-        predicted: dict[str, Any] = json.loads(self._path.read_text()).get("predicted", {})
+        predicted = ledger_file.read(self._path).get("predicted", {})
         self._flops_per_token = predicted.get("flops_per_token")
         dtype = predicted.get("dtype")
         if self._gpu is not None and dtype is not None:

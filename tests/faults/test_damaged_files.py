@@ -26,7 +26,7 @@ SHARDS = ("rank-00000.safetensors", "rank-00001.safetensors")
 CHECKPOINT = ("manifest.json", *SHARDS, "rank-00000.index.json", "rank-00001.index.json")
 FILES = (
     *("run/spec.yaml", "run/metrics.jsonl", "run/tokenizer.json", "run/ledger.json", "run/sample.txt"),
-    *("run/tensorboard/*", "run/report.html"),
+    *("run/tensorboard/*", "run/report.html", "run/events.jsonl", "run/origins.json", "run/expert_load.jsonl"),
     *(f"run/checkpoints/step-{step}/{name}" for step in (EVERY, STEPS) for name in CHECKPOINT),
     *(f"cache/*/{name}" for name in ("CACHEDIR.TAG", "hashes.bin", "heldout.bin", "heldout.raw", "meta.json")),
     *("cache/*/tokenizer.json", "cache/*/train.bin", "cache/*/train.starts", "cache/*/heldout.starts"),
