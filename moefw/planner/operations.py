@@ -157,11 +157,11 @@ class Operations(Mode):
             shape = grad_RO.shape[-1], x_RI.shape[-1], self._valid(len(x_RI))
             self._product(operator, self._dtype(grad_RO), shape, groups=prod(main.shape[:-2]), during="wgrad")
         elif operator is _ATTENTION:
-            core = account().core or _core(*args[:3], is_causal=_argument(func, args, kwargs, "is_causal"))
+            core = _core(args[:3], is_causal=_argument(func, args, kwargs, "is_causal"))
             # Scores are a product over the width of keys; the result is one over as many values.
             self._attended(operator, args[0], core, core.key_width + core.value_width, during="fprop")
         elif operator is _ATTENTION_BACKWARD:
-            core = account().core or _core(*args[1:4], is_causal=_argument(func, args, kwargs, "is_causal"))
+            core = _core(args[1:4], is_causal=_argument(func, args, kwargs, "is_causal"))
             # Gradients of queries and of keys, of values and of probabilities; and the scores of forward once more.
             self._attended(operator, args[1], core, 2 * (core.key_width + core.value_width), during="dgrad")
             self._attended(operator, args[1], core, core.key_width, during=AGAIN)
@@ -296,7 +296,7 @@ class Operations(Mode):
     def _attended(self, operator: Any, query: Tensor, core: Core, width: int, *, during: str) -> None:
         """Note products of an attention core that together sum over ``width``."""
         shape = core.queries, core.keys, width
-        self._product(operator, query.dtype, shape, groups=core.heads, during=during, scores=core.num_seen())
+        self._product(operator, query.dtype, shape, groups=core.heads, during=during, scores=core.num_seen)
 
     def _product(
         self,
@@ -388,8 +388,15 @@ def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return nbytes
 
 
-def _core(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Core:
-    """Attention core of an operator that was called by itself. Of its mask only whether it is causal is known."""
+def _core(operands: Sequence[Tensor], *, is_causal: bool) -> Core:
+    """Attention core whose kernel an operator is. ``operands``: queries, keys and values.
+
+    Of the mask of an operator that was called by itself only whether it is causal is known.
+    """
+    attended = account().core
+    if attended is not None:
+        return attended()
+    query, key, value = operands
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     num_seen = queries * (queries + 1) // 2 if is_causal else queries * keys
@@ -399,7 +406,7 @@ def _core(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Core
         heads=batch * heads,
         key_width=width,
         value_width=value.shape[-1],
-        num_seen=lambda: batch * heads * num_seen,
+        num_seen=batch * heads * num_seen,
     )
 
 

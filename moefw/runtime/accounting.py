@@ -42,7 +42,7 @@ class Codes:
 class Core:
     """An attention core: ``queries`` of all heads and sequences, ``keys`` of each, and the true widths of heads.
 
-    ``num_seen`` returns the number of scores, of all queries, that the mask shows.
+    ``num_seen``: the number of scores, of all queries, that the mask shows.
     """
 
     queries: int
@@ -50,7 +50,7 @@ class Core:
     heads: int
     key_width: int
     value_width: int
-    num_seen: Callable[[], int]
+    num_seen: int
 
 
 @frozen
@@ -67,8 +67,8 @@ class Account:
     """Whether products are computed a second time, although no memory policy asks for it."""
     stands_for: Codes | None = None
     """The codes of which tensors that are created now are another form."""
-    core: Core | None = None
-    """The attention core whose kernel runs now."""
+    core: Callable[[], Core] | None = None
+    """Returns the attention core whose kernel runs now; only who counts calls it."""
 
 
 _account: ContextVar[Account] = ContextVar("account", default=Account())  # noqa: B039
@@ -120,8 +120,11 @@ def standing_for(codes: Tensor, dtype: torch.dtype) -> AbstractContextManager[No
 
 
 def attending(core: Callable[[], Core]) -> AbstractContextManager[None]:
-    """Block in which the kernel of an attention core runs. A compiler sees no such block, and makes no core."""
-    return nullcontext() if torch.compiler.is_compiling() else _counted(core=core())
+    """Block in which the kernel of an attention core runs. A compiler sees no such block.
+
+    ``core`` is not called here: a step that nobody counts has no work for it.
+    """
+    return nullcontext() if torch.compiler.is_compiling() else _counted(core=core)
 
 
 def without_memory() -> bool:

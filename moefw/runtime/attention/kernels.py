@@ -98,7 +98,7 @@ def _core(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSe: Tensor, scores: Scores) -> Cor
         heads=batch * heads,
         key_width=key_width,
         value_width=v_BGSe.shape[-1],
-        num_seen=partial(_num_seen, batch * heads, queries, k_BGSd.shape[2], scores),
+        num_seen=_num_seen(batch * heads, queries, k_BGSd.shape[2], scores),
     )
 
 
