@@ -23,8 +23,9 @@ from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.recording.fake_tensors import fake_world
 from moefw.runtime.parallel.local_shards import num_stored
+from moefw.runtime.safetensors_dtypes import NAMES
 from moefw.training.checkpoint.files import CHUNK_BYTES, HASH_LENGTH, SavedFile, described, file_of, laid_out
-from moefw.training.checkpoint.manifest import NAMES, Manifest, SavedTensor
+from moefw.training.checkpoint.manifest import Manifest, SavedTensor
 from moefw.training.checkpoint.parts import Part, parts_of
 
 WORLD: Final = 1024

@@ -15,10 +15,11 @@ from moefw.models.huggingface.beside import CHAT, hand_on
 from moefw.models.huggingface.loading import router_states, wanted
 from moefw.models.huggingface.writing import Written
 from moefw.plugins.data.source import tokenizer_beside
+from moefw.runtime.safetensors_dtypes import NAMES
 from moefw.system.folders import new_folder
 from moefw.training.checkpoint.commit import begin, commit
 from moefw.training.checkpoint.files import file_of, finish, laid_out, reserve, whole
-from moefw.training.checkpoint.manifest import NAMES, Manifest, SavedTensor
+from moefw.training.checkpoint.manifest import Manifest, SavedTensor
 from moefw.training.resolved_spec import write_resolved
 
 

@@ -14,9 +14,10 @@ import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from layout_runs import LOSS
+from moefw.runtime.safetensors_dtypes import DTYPES
 from moefw.testing.pool import RankPool
 from moefw.training.checkpoint.files import file_of, header, index_of
-from moefw.training.checkpoint.manifest import DTYPES, Damage, words
+from moefw.training.checkpoint.manifest import Damage, words
 from moefw.training.checkpoint.reading import opened
 from resume_pairs import CHUNK_BYTES, LAYOUTS, PAIRS, QUICK, STEP, Pairs, last_good, of_step, refused
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from moefw.runtime.safetensors_dtypes import DTYPES
 from moefw.testing.pool import RankPool
-from moefw.training.checkpoint.manifest import DTYPES, FORMAT, Base, Manifest, Origin, SavedTensor
+from moefw.training.checkpoint.manifest import FORMAT, Base, Manifest, Origin, SavedTensor
 from resume_pairs import LAYOUTS, of_step, write
 
 PATH = Path(__file__).parents[2] / "docs" / "checkpoint.schema.json"

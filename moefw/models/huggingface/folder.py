@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from moefw.core.errors import CheckpointError, Problem
 from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.stored import Coded, Fp8, Mxfp4, Nvfp4, Plain, Stored, coded_piece
+from moefw.runtime import safetensors_dtypes as dtypes
 from moefw.runtime.compute.code_formats import FP8, NVFP4, CodeFormat
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.finite import all_finite
@@ -28,13 +29,9 @@ MAX_INDEX_BYTES: Final = 1 << 28
 """256 MiB. An index has about a hundred bytes for each tensor, and that of Kimi-K2 less than 32 MiB."""
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
 DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
+    name: dtypes.DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "U8")
 }
+"""The dtypes of weights, of their codes and scales."""
 SCALES: Final = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of FP8's scales. Others, such as bytes, hold exponents."""
 

@@ -14,12 +14,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from moefw.models.huggingface.folder import DTYPES, INDEX
+from moefw.models.huggingface.folder import INDEX
 from moefw.models.huggingface.stored import Description
+from moefw.runtime.safetensors_dtypes import DTYPES, NAMES
 
 SHARD_BYTES: Final = 5 * 10**9
 """The most bytes of a file, unless one tensor is larger."""
-NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 Mapped = np.memmap[Any, np.dtype[np.uint8]]
 

@@ -21,9 +21,10 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from moefw.compose.spec.source import show
+from moefw.runtime.safetensors_dtypes import DTYPES, NAMES
 from moefw.training.checkpoint.commit import sync
 from moefw.training.checkpoint.json_data import canonical, count, is_tensor_name, item, require_texts, shape_from
-from moefw.training.checkpoint.manifest import DTYPES, NAMES, SavedTensor
+from moefw.training.checkpoint.manifest import SavedTensor
 from moefw.training.checkpoint.parts import Part
 
 CHUNK_BYTES = 1 << 24

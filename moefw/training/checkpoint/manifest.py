@@ -16,33 +16,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from attrs import Factory, asdict, frozen
 
 from moefw.compose.spec.source import show
 from moefw.core.errors import os_reason
+from moefw.runtime.safetensors_dtypes import DTYPES
 from moefw.training.checkpoint.json_data import canonical, count, is_tensor_name, item, require_texts, shape_from
 from moefw.training.folder import MANIFEST
 
 FORMAT: Final = 3
 MAX_BYTES: Final = 1 << 30
 """Size limit of a manifest and of an index, which have about two hundred bytes for each tensor or part."""
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The dtypes of a checkpoint by their safetensors names."""
-NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
 _FILE: Final = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moefw.core.errors import os_reason
 from moefw.runtime.finite import is_finite
+from moefw.runtime.safetensors_dtypes import DTYPES
 from moefw.system.stamps import stamp
 from moefw.training.checkpoint import format2
 from moefw.training.checkpoint.files import (
@@ -32,7 +33,6 @@ from moefw.training.checkpoint.files import (
     read_range,
 )
 from moefw.training.checkpoint.manifest import (
-    DTYPES,
     FORMAT,
     Damage,
     Manifest,

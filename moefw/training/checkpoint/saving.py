@@ -22,13 +22,13 @@ from moefw.runtime.finite import is_finite
 from moefw.runtime.naming import by_parameter, state_tensors
 from moefw.runtime.parallel.boxes import boxes
 from moefw.runtime.parallel.local_shards import is_held_as_codes, local
+from moefw.runtime.safetensors_dtypes import NAMES
 from moefw.system.stamps import stamp
 from moefw.training.checkpoint.choice import way_back
 from moefw.training.checkpoint.commit import begin, commit, delete, prune
 from moefw.training.checkpoint.files import SavedFile, file_of, write
 from moefw.training.checkpoint.json_data import item
 from moefw.training.checkpoint.manifest import (
-    NAMES,
     Manifest,
     Origin,
     SavedTensor,

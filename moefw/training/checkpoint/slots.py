@@ -12,7 +12,8 @@ from moefw.core.records import Canonical
 from moefw.runtime.naming import by_parameter, state_tensors
 from moefw.runtime.parallel.boxes import boxes, whole_shape
 from moefw.runtime.parallel.local_shards import local
-from moefw.training.checkpoint.manifest import NAMES, SavedTensor
+from moefw.runtime.safetensors_dtypes import NAMES
+from moefw.training.checkpoint.manifest import SavedTensor
 from moefw.training.checkpoint.reading import Target
 
 _RESTING = {"BF16", "F32"}
