@@ -57,6 +57,14 @@ def pool() -> Iterator[RankPool]:
     ranks.close()
 
 
+@pytest.fixture(scope="module")
+def own_pool() -> Iterator[RankPool]:
+    """Four gloo ranks of a module's own, for the counted device, which stays registered in a process."""
+    ranks = RankPool(4)
+    yield ranks
+    ranks.close()
+
+
 @pytest.fixture(scope="session")
 def pool8() -> Iterator[RankPool]:
     """Eight gloo ranks, for the few tests that need them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +15,6 @@ from moefw.testing.host_waits import HostWaits, available
 from moefw.testing.pool import RankPool
 
 pytestmark = pytest.mark.skipif(not available(), reason="this torch has no devices that are written in Python")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Ranks of their own: the device stays registered in a process."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def grouped(x: Tensor) -> Tensor:
@@ -92,9 +84,9 @@ def counted(kind: str) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reads_and_uploads_are_noted_and_nothing_else(ranks: RankPool, kind: str) -> None:
+def test_reads_and_uploads_are_noted_and_nothing_else(own_pool: RankPool, kind: str) -> None:
     table, wanted = KINDS[kind]
-    assert ranks.run(counted, 1, kind) == [dict.fromkeys(table, wanted)]
+    assert own_pool.run(counted, 1, kind) == [dict.fromkeys(table, wanted)]
 
 
 class _Doubled(torch.autograd.Function):
@@ -123,8 +115,8 @@ def trained() -> tuple[list[float], list[str], list[str]]:
         return gradient, forward, [str(wait) for wait in waits.reads]
 
 
-def test_waits_are_noted_in_the_backward_of_a_function_and_name_its_line(ranks: RankPool) -> None:
-    ((gradient, forward, backward),) = ranks.run(trained, 1)
+def test_waits_are_noted_in_the_backward_of_a_function_and_name_its_line(own_pool: RankPool) -> None:
+    ((gradient, forward, backward),) = own_pool.run(trained, 1)
     assert gradient == [4.0, 8.0, 12.0, 24.0]
     assert forward == []
     (wait,) = backward
@@ -145,8 +137,8 @@ def raced() -> tuple[list[int], list[int]]:
         return early, pinned.tolist()
 
 
-def test_a_copy_that_is_read_before_its_event_holds_garbage(ranks: RankPool) -> None:
-    ((early, late),) = ranks.run(raced, 1)
+def test_a_copy_that_is_read_before_its_event_holds_garbage(own_pool: RankPool) -> None:
+    ((early, late),) = own_pool.run(raced, 1)
     assert late == [3, 4]
     assert not {3, 4} & {*early}
 
@@ -162,8 +154,8 @@ def moved() -> tuple[list[float], list[float], int]:
         return waits.on_host(came).tolist(), waits.on_host(total).tolist(), noted
 
 
-def test_collectives_move_the_values_and_are_no_waits(ranks: RankPool) -> None:
-    assert ranks.run(moved, 2) == [([0.0, 10.0], [10.0, 12.0], 0), ([1.0, 11.0], [10.0, 12.0], 0)]
+def test_collectives_move_the_values_and_are_no_waits(own_pool: RankPool) -> None:
+    assert own_pool.run(moved, 2) == [([0.0, 10.0], [10.0, 12.0], 0), ([1.0, 11.0], [10.0, 12.0], 0)]
 
 
 def mixed() -> list[str]:
@@ -177,7 +169,7 @@ def mixed() -> list[str]:
     return [str(both.value), str(outside.value)]
 
 
-def test_what_no_gpu_accepts_is_refused(ranks: RankPool) -> None:
-    ((both, outside),) = ranks.run(mixed, 1)
+def test_what_no_gpu_accepts_is_refused(own_pool: RankPool) -> None:
+    ((both, outside),) = own_pool.run(mixed, 1)
     assert "tensors of a CPU and of a GPU" in both
     assert "outside of HostWaits" in outside

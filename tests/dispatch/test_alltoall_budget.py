@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -136,21 +135,13 @@ def operators(layer_case: LayerCase) -> tuple[list[str], float, Tensor]:
     return noted.seen, found["overflow"].item(), found["tokens_per_expert"]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Ranks of their own: the device stays registered in a process."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.skipif(not available(), reason="this torch has no devices that are written in Python")
 @pytest.mark.parametrize(
     ("world", "alignment", "capacity"),
     [("one rank", 4, 1.15), ("two ranks", 1, 1.6), ("two ranks", 4, 1.6), ("experts in halves", 1, 1.6)],
 )
 def test_a_whole_layer_runs_the_same_operators_on_the_same_shapes_whatever_the_routing(
-    ranks: RankPool, world: str, alignment: int, capacity: float
+    own_pool: RankPool, world: str, alignment: int, capacity: float
 ) -> None:
     """From the router to combine and back, on a device that runs ahead, and of which the host reads nothing.
 
@@ -161,7 +152,7 @@ def test_a_whole_layer_runs_the_same_operators_on_the_same_shapes_whatever_the_r
     runs, overflows, largest = [], [], []
     for skew, seed in (("even", 0), ("starved", 1), ("one", 2), ("one", 3)):
         case = case_of(world, capacity, max_tokens=16, skew=skew, seed=seed, **more)
-        seen, overflow, loads = zip(*ranks.run(operators, case.world, case), strict=True)
+        seen, overflow, loads = zip(*own_pool.run(operators, case.world, case), strict=True)
         runs.append(seen)
         overflows.append(sum(overflow))
         load_E = torch.stack(loads).sum(0)

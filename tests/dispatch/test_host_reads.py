@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unittest.mock
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -60,14 +59,6 @@ TOGETHER = {
 """Reads of one of several ranks: the sizes of what they send each other, and with them all that is asked for."""
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Ranks of their own: the device stays registered in a process."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 def case_of(dispatch: str, ranks: str, layer: str) -> LayerCase:
     tokens, parallel = RANKS[ranks]
     settings = dict(LAYERS[layer])
@@ -89,10 +80,10 @@ def waited(dispatch: str, ranks: str, layers: list[str]) -> list[tuple[list[str]
 
 
 @pytest.mark.parametrize(("dispatch", "name"), each_value(CHOICES, RANKS))
-def test_the_host_reads_what_it_must_once_and_uploads_nothing(ranks: RankPool, dispatch: str, name: str) -> None:
+def test_the_host_reads_what_it_must_once_and_uploads_nothing(own_pool: RankPool, dispatch: str, name: str) -> None:
     wanted = (ALONE if name == "alone" else TOGETHER)[dispatch]
     layers = [*LAYERS][: len(wanted)]
-    for found in ranks.run(waited, len(RANKS[name][0]), dispatch, name, layers):
+    for found in own_pool.run(waited, len(RANKS[name][0]), dispatch, name, layers):
         for (reads, uploads, backward), layer, count in zip(found, layers, wanted, strict=True):
             assert len(reads) == count, (layer, reads)
             assert uploads == backward == [], layer
@@ -107,9 +98,9 @@ def reads_of(tokens: int, row_alignment: int) -> int:
     return len(waits.reads)
 
 
-def test_groups_are_padded_without_a_read_where_padding_is_at_most_a_sixteenth(ranks: RankPool) -> None:
+def test_groups_are_padded_without_a_read_where_padding_is_at_most_a_sixteenth(own_pool: RankPool) -> None:
     """Four groups aligned to 8 have at most 28 rows of padding: a sixteenth of the choices of 224 tokens."""
-    assert [ranks.run(reads_of, 1, tokens, 8)[0] for tokens in (223, 224)] == [1, 0]
+    assert [own_pool.run(reads_of, 1, tokens, 8)[0] for tokens in (223, 224)] == [1, 0]
 
 
 ROUTERS: dict[str, dict[str, Any]] = {
@@ -137,9 +128,9 @@ def sinkhorn() -> list[str]:
         return [str(wait) for wait in layer_waits(LayerCase(tokens=(7,), dim=16, parts=parts)).reads]
 
 
-def test_sinkhorn_reads_once_in_eight_rounds(ranks: RankPool) -> None:
-    assert len(ranks.run(sinkhorn, 1)[0]) == 2
+def test_sinkhorn_reads_once_in_eight_rounds(own_pool: RankPool) -> None:
+    assert len(own_pool.run(sinkhorn, 1)[0]) == 2
 
 
-def test_a_router_makes_nobody_wait(ranks: RankPool) -> None:
-    assert dict(zip(ROUTERS, ranks.run(routed, 1)[0], strict=True)) == {name: [] for name in ROUTERS}
+def test_a_router_makes_nobody_wait(own_pool: RankPool) -> None:
+    assert dict(zip(ROUTERS, own_pool.run(routed, 1)[0], strict=True)) == {name: [] for name in ROUTERS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -121,27 +120,19 @@ def operators(layer_case: LayerCase) -> tuple[list[str], float]:
     return noted.seen, overflow
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Ranks of their own: the device stays registered in a process."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.skipif(not available(), reason="this torch has no devices that are written in Python")
 @pytest.mark.parametrize(
     ("world", "capacity"), [("two nodes of one", 1.3), ("two nodes of two", 1.7), ("experts in halves", 1.3)]
 )
 def test_a_whole_layer_of_static_hops_runs_the_same_operators_whatever_the_routing(
-    ranks: RankPool, world: str, capacity: float
+    own_pool: RankPool, world: str, capacity: float
 ) -> None:
     more: dict[str, Any] = {"tokens": (16,) * len(WORLDS[world][0]), "dim": 16, "num_experts": 8, "row_alignment": 4}
     runs, overflows = [], []
     for skew, seed in (("even", 0), ("starved", 1), ("one", 2), ("one", 3)):
         case = static(world, capacity, max_tokens=16, skew=skew, seed=seed, **more)
         case = replace(case, parts={**case.parts, "precision": {"use": "bf16"}})
-        seen, overflow = zip(*ranks.run(operators, case.world, case), strict=True)
+        seen, overflow = zip(*own_pool.run(operators, case.world, case), strict=True)
         runs.append(seen)
         overflows.append(sum(overflow))
     assert any(overflows), "rows find no room"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,14 +103,6 @@ AMONG_RANKS: Mapping[str, Parts] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Ranks of their own: the device stays registered in a process."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 def case_of(world: int, *each: Parts) -> LayerCase:
     parts: dict[str, Any] = {"precision": {"use": "bf16"}}
     sizes = dict(SIZES)
@@ -133,28 +125,28 @@ def covering() -> list[Any]:
 
 @pytest.mark.parametrize(("routing", "model", "memory", "dispatch"), covering())
 def test_replayed_steps_have_the_bits_of_eager_ones(
-    ranks: RankPool, routing: str, model: str, memory: str, dispatch: str
+    own_pool: RankPool, routing: str, model: str, memory: str, dispatch: str
 ) -> None:
     case = case_of(1, ROUTING[routing], MODEL[model], DISPATCH[dispatch], MEMORY[memory])
-    (found,) = ranks.run(compared, 1, case, REPLAYS)
+    (found,) = own_pool.run(compared, 1, case, REPLAYS)
     assert found.failure == ""
     assert found.differing == []
     assert len(found.operators) > 500
 
 
-def test_steps_with_frozen_experts_are_replayed(ranks: RankPool) -> None:
+def test_steps_with_frozen_experts_are_replayed(own_pool: RankPool) -> None:
     frozen = {"weights": "of-no-folder", "freeze": ["layers.*.moe.experts.*", "embed.weight"]}
     train = {**SMALL["train"], "micro_batch": 1, **frozen}
-    (found,) = ranks.run(compared, 1, case_of(1, ROUTING["bias"], {"train": train}), REPLAYS)
+    (found,) = own_pool.run(compared, 1, case_of(1, ROUTING["bias"], {"train": train}), REPLAYS)
     assert (found.failure, found.differing) == ("", [])
 
 
 @pytest.mark.parametrize("adapter", [{"use": "lora", "rank": 8, "dropout": 0.25}, *deep({"use": "dora"})], ids=str)
-def test_steps_with_adapters_are_replayed(ranks: RankPool, adapter: dict[str, Any]) -> None:
+def test_steps_with_adapters_are_replayed(own_pool: RankPool, adapter: dict[str, Any]) -> None:
     """What dropout drops depends on the batch, and not on the step that was recorded."""
     train = {**SMALL["train"], "micro_batch": 1, "weights": "of-no-folder"}
     case = case_of(1, ROUTING["bias"], {"train": train, "adapter": adapter})
-    (found,) = ranks.run(compared, 1, case, REPLAYS)
+    (found,) = own_pool.run(compared, 1, case, REPLAYS)
     assert (found.failure, found.differing) == ("", [])
 
 
@@ -164,9 +156,9 @@ def collectives(operators: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("way", quick(AMONG_RANKS, "experts, on two nodes", "sequences, around a ring"))
-def test_ranks_replay_the_same_collectives(ranks: RankPool, way: str) -> None:
+def test_ranks_replay_the_same_collectives(own_pool: RankPool, way: str) -> None:
     case = case_of(2, {"dispatch": {**STATIC, "rank_capacity": 2.0}}, AMONG_RANKS[way])
-    first, second = ranks.run(compared, 2, case, REPLAYS)
+    first, second = own_pool.run(compared, 2, case, REPLAYS)
     assert (first.failure, first.differing, second.differing) == ("", [], [])
     met = collectives(first.operators)
     assert met == collectives(second.operators)
@@ -189,12 +181,12 @@ def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def test_a_graph_reads_the_model_and_its_own_batches_alone(ranks: RankPool) -> None:
-    assert ranks.run(read_from_outside, 1, case_of(1, ROUTING["bias"], MEMORY["recompute parts"])) == [[]]
+def test_a_graph_reads_the_model_and_its_own_batches_alone(own_pool: RankPool) -> None:
+    assert own_pool.run(read_from_outside, 1, case_of(1, ROUTING["bias"], MEMORY["recompute parts"])) == [[]]
 
 
-def test_a_graph_keeps_the_pages_of_a_stash_from_step_to_step(ranks: RankPool) -> None:
-    (found,) = ranks.run(read_from_outside, 1, case_of(1, MEMORY["stash"]))
+def test_a_graph_keeps_the_pages_of_a_stash_from_step_to_step(own_pool: RankPool) -> None:
+    (found,) = own_pool.run(read_from_outside, 1, case_of(1, MEMORY["stash"]))
     counters, ring, pages = found[:3]
     assert counters == (2, 2)
     assert ring == pages[:1]
@@ -218,10 +210,10 @@ REFUSED: Mapping[str, tuple[int, Parts]] = {
 
 
 @pytest.mark.parametrize("way", quick(REFUSED, "loop", "sinkhorn", "alltoall", "a budget without max_tokens"))
-def test_what_resolve_refuses_waits_for_values(ranks: RankPool, way: str) -> None:
+def test_what_resolve_refuses_waits_for_values(own_pool: RankPool, way: str) -> None:
     world, parts = REFUSED[way]
     shared = {"parallel": {"experts": {"ep": 2}}} if world == 2 else {}
-    for found in ranks.run(compared, world, case_of(world, shared, parts), 1):
+    for found in own_pool.run(compared, world, case_of(world, shared, parts), 1):
         assert "a step cannot be captured as a graph: a graph holds no wait of the host" in found.failure
         assert ".py:" in found.failure
         assert "Use train.graphs: none, or train.on_failed_capture: eager" in found.failure
@@ -237,8 +229,8 @@ def going_on() -> tuple[bool, list[str]]:
     return same, counted.told
 
 
-def test_a_run_goes_on_without_graphs_if_it_is_asked_to(ranks: RankPool) -> None:
-    ((same, told),) = ranks.run(going_on, 1)
+def test_a_run_goes_on_without_graphs_if_it_is_asked_to(own_pool: RankPool) -> None:
+    ((same, told),) = own_pool.run(going_on, 1)
     assert same
     (line,) = told
     assert line.startswith("a step cannot be captured as a graph: ")
@@ -258,8 +250,8 @@ def other_shapes() -> tuple[list[int], list[str]]:
     return counts, counted.told
 
 
-def test_two_shapes_are_captured_and_the_third_is_told_once(ranks: RankPool) -> None:
-    ((counts, told),) = ranks.run(other_shapes, 1)
+def test_two_shapes_are_captured_and_the_third_is_told_once(own_pool: RankPool) -> None:
+    ((counts, told),) = own_pool.run(other_shapes, 1)
     assert counts == [1, 2, 2, 2, 2]
     assert told == [
         f"steps have more than {MOST_SHAPES} shapes of micro-batches: those of the others run without a graph"
@@ -292,9 +284,9 @@ def apart(case: LayerCase) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, *deep(2)])
-def test_a_run_that_replays_its_steps_trains_the_same_weights(ranks: RankPool, world: int) -> None:
+def test_a_run_that_replays_its_steps_trains_the_same_weights(own_pool: RankPool, world: int) -> None:
     shared = {"parallel": {"experts": {"ep": 2}}, "dispatch": {**STATIC, "rank_capacity": 2.0}} if world == 2 else {}
-    assert ranks.run(apart, world, case_of(world, ROUTING["bias"], shared)) == [[]] * world
+    assert own_pool.run(apart, world, case_of(world, ROUTING["bias"], shared)) == [[]] * world
 
 
 class _NoMemory:
