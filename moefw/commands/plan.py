@@ -21,7 +21,7 @@ from moefw.core.errors import MoefwError, SpecError, os_reason
 from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
 from moefw.planner import cluster as clusters
 from moefw.planner.cluster import Cluster
-from moefw.training.folder import cache_dir
+from moefw.system.folders import cache_dir
 
 GIB = 2**30
 MIB = 2**20

@@ -25,9 +25,10 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.errors import MoefwError, os_reason
 from moefw.planner import ledger
+from moefw.system.folders import cache_dir
 from moefw.system.python import python
 from moefw.training import ledger_file
-from moefw.training.folder import cache_dir, kept_spec
+from moefw.training.folder import kept_spec
 
 NICENESS: Final = 10
 """Of the process: it gets a tenth of a core that a rank uses, too, and all of one that has nothing else to do."""

@@ -20,10 +20,11 @@ from moefw.commands.run_plan import planned_beside
 from moefw.commands.traces import STEPS, TraceFlags, traced
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import SpecError
+from moefw.system.folders import cache_dir
 from moefw.system.python import python
 from moefw.training.faults.rank import watched
 from moefw.training.faults.requests import StopRequests
-from moefw.training.folder import cache_dir, checkpoint_dirs, run_folder
+from moefw.training.folder import checkpoint_dirs, run_folder
 from moefw.training.job import job_to_go_on
 from moefw.training.launcher import LAUNCHED, check_room, die_with_launcher, run_local_ranks
 from moefw.training.records.ending import RecordedEnd
@@ -135,7 +136,6 @@ def _open_ledger(assembly: Assembly) -> None:
     """Print and write the predicted memory; for ranks on a CPU, also the measured memory of a rank's step."""
     from moefw.commands.plan import PLANS, show, unit_for
     from moefw.planner import ledger
-    from moefw.training.folder import cache_dir
     from moefw.training.ledger_file import write
 
     predicted = ledger(assembly, cache=cache_dir() / PLANS)

@@ -1,22 +1,34 @@
-"""Clusters as data: what a GPU of one computes, holds and moves, each figure with its source. Imports no torch."""
+"""Clusters as data: what a GPU of one computes, holds and moves, each figure with its source. Imports no torch.
+
+A machine without GPUs is a cluster, too: a "GPU" of it is a rank with its share of the cores.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from io import StringIO
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 from attrs import Attribute, field, frozen
 from attrs.validators import gt, min_len
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 
 from moefw.compose.spec.source import Marks, read_yaml
-from moefw.compose.spec.structure import structure
-from moefw.core.errors import Problem, SpecError, nearest, os_reason
+from moefw.compose.spec.structure import plain, structure
+from moefw.core.errors import PlanError, Problem, SpecError, nearest, os_reason
+from moefw.system.folders import cache_dir
 
 FOLDER: Final = Path(__file__).parent / "clusters"
 SUFFIX: Final = ".yaml"
+OWN: Final = "clusters"
+"""The folder of the user's own clusters, in the cache."""
+THIS_MACHINE: Final = "this-machine"
+"""The cluster that `moefw bench calibrate` writes there."""
 GIB: Final = 2**30
 PEAK_OF: Final[Mapping[str, str]] = {
+    "float32": "fp32",
     "bfloat16": "bf16",
     "float16": "bf16",
     "float8_e4m3fn": "fp8",
@@ -42,38 +54,90 @@ class Figure:
 
 @frozen(kw_only=True)
 class Peaks:
-    """TFLOPS of dense products of a GPU by the format of operands. None: it does not multiply the format."""
+    """TFLOPS of dense products of a GPU by the format of operands. None: it does not multiply the format.
+
+    ``fp32``: as PyTorch multiplies by default. It is known where it was measured.
+    """
 
     bf16: Figure
+    fp32: Figure | None = None
     fp8: Figure | None = None
     fp4: Figure | None = None
 
 
 @frozen(kw_only=True)
+class Product:
+    """A measured product of operands ``(rows, depth)`` and ``(columns, depth)``, in a format of operands."""
+
+    format: Literal["fp32", "bf16", "fp8"]
+    rows: int = field(validator=gt(0))
+    columns: int = field(validator=gt(0))
+    depth: int = field(validator=gt(0))
+    tflops: Figure
+
+
+@frozen(kw_only=True)
+class Elementwise:
+    """TB/s that an operator on each value reads and writes, which allocates its result as training does, by format."""
+
+    fp32: Figure | None = None
+    bf16: Figure | None = None
+
+
+@frozen(kw_only=True)
 class Gpu:
-    """A GPU. ``names``: what PyTorch calls it. ``memory_gib``: what a process can allocate, and the driver holds."""
+    """A GPU. ``names``: what PyTorch calls it; of a rank on a CPU, the processor and the rank's threads.
+
+    ``memory_gib``: what a process can allocate, and the driver holds. ``memory_tb_per_s``: read and written by a copy.
+    ``board_power_w``: None on a CPU. ``products`` and ``elementwise_tb_per_s`` are known where they were measured.
+    """
 
     names: tuple[str, ...] = field(validator=min_len(1))
     peak_tflops: Peaks
     memory_gib: Figure
     memory_tb_per_s: Figure
-    board_power_w: Figure
+    board_power_w: Figure | None = None
+    elementwise_tb_per_s: Elementwise | None = None
+    products: tuple[Product, ...] = ()
+
+
+@frozen(kw_only=True)
+class Collective:
+    """A measured collective. ``gb_per_s``: what a rank sends to others. ``latency_us``: that of a small one."""
+
+    gb_per_s: Figure
+    latency_us: Figure
+
+
+@frozen(kw_only=True)
+class Collectives:
+    """Collectives over all GPUs of a link. None: not measured."""
+
+    all_to_all: Collective | None = None
+    all_gather: Collective | None = None
+    reduce_scatter: Collective | None = None
 
 
 @frozen(kw_only=True)
 class Link:
-    """A link of a GPU. ``gb_per_s``: in each direction. ``gpus``: those that it connects; None: all of the cluster."""
+    """A link of a GPU. ``gpus``: those that it connects; None: all of the cluster.
+
+    ``gb_per_s``: in each direction; measured, that of two ranks that send to each other, whose small messages take
+    ``latency_us``.
+    """
 
     gb_per_s: Figure
     gpus: Figure | None = None
+    latency_us: Figure | None = None
+    collectives: Collectives = Collectives()
 
 
 @frozen(kw_only=True)
 class Links:
-    """The links of a GPU: inside a node, or a rack that is one node, and between nodes."""
+    """The links of a GPU: inside a node, or a rack that is one node, and between nodes. None: there is none."""
 
-    node: Link
-    network: Link
+    node: Link | None = None
+    network: Link | None = None
 
 
 @frozen(kw_only=True)
@@ -82,9 +146,15 @@ class Cluster:
 
     about: str
     gpu: Gpu
-    links: Links
+    links: Links = Links()
     host_launch_us: Figure | None = None
-    """Microseconds of the host to launch a kernel."""
+    """Microseconds of the host to launch a kernel: for an operator outside autograd."""
+    host_forward_us: Figure | None = None
+    """Microseconds of the host for an operator that autograd records."""
+    host_backward_us: Figure | None = None
+    """Microseconds of the host for an operator of backward, with the node of autograd that calls it."""
+    host_cores: Figure | None = None
+    """Cores of the host for each GPU."""
     usd_per_gpu_hour: Figure | None = None
 
     def peak_tflops(self, dtype: str) -> float | None:
@@ -99,18 +169,35 @@ class Cluster:
 
 
 def names() -> list[str]:
-    """Names of the clusters that moefw knows."""
+    """Names of the clusters that moefw has."""
     return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
+
+
+def own_folder() -> Path:
+    """Folder of the user's own clusters. Raises PlanError if the user has no place for a cache."""
+    return cache_dir() / OWN
+
+
+def own_names() -> list[str]:
+    """Names of the user's own clusters. One with a name of :func:`names` is not read."""
+    try:
+        return sorted(path.stem for path in own_folder().glob(f"*{SUFFIX}") if path.stem not in names())
+    except PlanError:  # without a place for it, nobody has written one
+        return []
 
 
 def read(name: str) -> Cluster:
     """Cluster of a name, or in a file. Raises SpecError with every problem of the file."""
-    path = FOLDER / f"{name}{SUFFIX}"
-    if name not in names():
+    known = [*names(), *own_names()]
+    if name in names():
+        path = FOLDER / f"{name}{SUFFIX}"
+    elif name in known:
+        path = own_folder() / f"{name}{SUFFIX}"
+    else:
         path = Path(name)
         if path.suffix != SUFFIX:
             raise SpecError(
-                f"--cluster {name}: no cluster is called so.", f"{nearest(name, names())} Or name a {SUFFIX} file."
+                f"--cluster {name}: no cluster is called so.", f"{nearest(name, known)} Or name a {SUFFIX} file."
             )
     try:
         text = path.read_text(encoding="utf-8")
@@ -126,9 +213,36 @@ def read(name: str) -> Cluster:
     return cluster
 
 
+def written(cluster: Cluster) -> str:
+    """YAML of a cluster, which :func:`read` reads as the same."""
+    yaml = YAML()
+    yaml.width = 10_000  # a figure is a line, however long its source is
+    text = StringIO()
+    yaml.dump(_told(plain(cluster)), text)
+    return text.getvalue()
+
+
+def _told(data: Any) -> Any:
+    """Plain data without what is left out, each figure on one line."""
+    if isinstance(data, list):
+        return [_told(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    told = CommentedMap((key, _told(value)) for key, value in data.items())
+    for key, value in [*told.items()]:
+        if value in (None, "", [], {}):
+            del told[key]
+    if "value" in told:
+        told.fa.set_flow_style()
+    return told
+
+
 def with_gpu(device_name: str) -> Iterator[Cluster]:
-    """Yield the clusters that moefw knows with GPUs that PyTorch calls so."""
-    for name in names():
+    """Yield the clusters with GPUs that PyTorch calls so: those that moefw has, then the user's own.
+
+    Raises SpecError for a file of the user's own that cannot be read.
+    """
+    for name in [*names(), *own_names()]:
         cluster = read(name)
         if device_name in cluster.gpu.names:
             yield cluster

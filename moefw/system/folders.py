@@ -1,4 +1,4 @@
-"""Folders that are filled under another name and appear whole or not at all, and the folder of temporary files."""
+"""Folders that are filled under another name and appear whole or not at all, of temporary files, and of a cache."""
 
 from __future__ import annotations
 
@@ -131,3 +131,18 @@ def temporary_folder(environment: Mapping[str, str] = os.environ) -> Path:
         reason = error.strerror or str(error)  # which may name folders
         what = f"{name} cannot be written: {reason[:1].lower()}{reason[1:]}."
         raise PlanError(what, "Set TMPDIR to a folder that can be written.") from error
+
+
+def cache_dir() -> Path:
+    """Folder of prepared data: ``$MOEFW_CACHE``, else the user's cache folder. Raises PlanError."""
+    chosen = os.environ.get("MOEFW_CACHE")
+    if chosen:
+        return Path(chosen)
+    of_the_user = os.environ.get("XDG_CACHE_HOME")
+    if of_the_user:
+        return Path(of_the_user) / "moefw"
+    try:
+        return Path.home() / ".cache" / "moefw"
+    except RuntimeError as error:
+        what = "HOME is not set and this user has no home folder, so prepared data have no place."
+        raise PlanError(what, "Set MOEFW_CACHE to a folder that can be written.") from error

@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from moefw.compose.assembly import Assembly
-from moefw.core.errors import PlanError, SpecError, os_reason
+from moefw.core.errors import SpecError, os_reason
 from moefw.system.folders import lock_folder
 
 MANIFEST = "manifest.json"
@@ -158,21 +158,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def cache_dir() -> Path:
-    """Folder of prepared data: ``$MOEFW_CACHE``, else the user's cache folder. Raises PlanError."""
-    chosen = os.environ.get("MOEFW_CACHE")
-    if chosen:
-        return Path(chosen)
-    of_the_user = os.environ.get("XDG_CACHE_HOME")
-    if of_the_user:
-        return Path(of_the_user) / "moefw"
-    try:
-        return Path.home() / ".cache" / "moefw"
-    except RuntimeError as error:
-        what = "HOME is not set and this user has no home folder, so prepared data have no place."
-        raise PlanError(what, "Set MOEFW_CACHE to a folder that can be written.") from error
 
 
 def sealed(text: str) -> str:

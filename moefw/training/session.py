@@ -24,11 +24,11 @@ from moefw.core.stages import Batch
 from moefw.runtime.communication.agreement import raise_together
 from moefw.runtime.naming import initialise
 from moefw.runtime.windows import number_documents, read_loss_masks, read_windows
+from moefw.system.folders import cache_dir
 from moefw.system.stamps import stamp
 from moefw.training.errors import LostContactError
 from moefw.training.faults.patience import collective_timeout_s
 from moefw.training.faults.stamps import met
-from moefw.training.folder import cache_dir
 from moefw.training.rendezvous import meet
 from moefw.training.resolved_spec import agree_on_spec
 from moefw.training.versions import library_versions

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import HashStore
 import copies
 from moefw.core.errors import PlanError, RunError
 from moefw.system.environment import ranks_of_this_machine
+from moefw.system.folders import cache_dir
 from moefw.training import rendezvous as rendezvous_module
-from moefw.training.folder import cache_dir
 from moefw.training.rendezvous import meet
 from moefw.training.world import Place, place_from_environment, rendezvous, threads_of_a_rank
 from small_spec import small_spec

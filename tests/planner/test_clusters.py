@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from moefw.commands.plan import plan
 from moefw.core.errors import SpecError
 from moefw.planner import cluster
-from moefw.planner.cluster import Figure
+from moefw.planner.cluster import Cluster, Figure, Gpu, Links, Peaks, Product
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 CLUSTERS = ("b200", "b300", "gb200", "gb300", "h100", "h200")
@@ -47,6 +47,56 @@ def test_no_two_clusters_have_a_gpu_of_one_name() -> None:
         assert len([*cluster.with_gpu(name)]) == 1
 
 
+MINE = Cluster(
+    about="two ranks: a laptop",
+    gpu=Gpu(
+        names=("a processor, 1 thread",),
+        peak_tflops=Peaks(bf16=Figure(value=0.2, source="measured: 20 repeats, A/A spread 1 %")),
+        memory_gib=Figure(value=8.0, source="measured"),
+        memory_tb_per_s=Figure(value=0.01, source="measured"),
+        products=(Product(format="fp32", rows=2, columns=3, depth=4, tflops=Figure(value=1e-3, estimated="by eye")),),
+    ),
+    links=Links(),
+    host_launch_us=Figure(value=1.25, source="measured"),
+)
+
+
+def test_a_cluster_that_is_written_is_read_as_the_same(tmp_path: Path) -> None:
+    for each in (MINE, *map(cluster.read, CLUSTERS)):
+        text = cluster.written(each)
+        assert "null" not in text
+        (tmp_path / "mine.yaml").write_text(text)
+        assert cluster.read(str(tmp_path / "mine.yaml")) == each
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the user's own clusters, with a laptop and with one that is called h100."""
+    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path))
+    folder = cluster.own_folder()
+    folder.mkdir()
+    for name in ("laptop", "h100"):
+        (folder / f"{name}.yaml").write_text(cluster.written(MINE))
+    return folder
+
+
+@pytest.mark.usefixtures("own")
+def test_clusters_of_ones_own_have_names_too_but_no_published_one_changes() -> None:
+    assert cluster.own_names() == ["laptop"]
+    assert cluster.read("laptop") == MINE
+    assert cluster.read("h100") != MINE
+    assert [*cluster.with_gpu("a processor, 1 thread")] == [MINE]
+    with pytest.raises(SpecError, match="Did you mean 'laptop'"):
+        cluster.read("laptp")
+
+
+def test_without_a_place_for_a_cache_there_are_none_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("MOEFW_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError))
+    assert cluster.own_names() == []
+
+
 WRONG = """
 about: mine
 gpu:
@@ -57,6 +107,7 @@ gpu:
   bord_power_w: {value: 700, source: a sheet}
 links:
   node: {gb_per_s: {value: fast, source: a sheet}}
+host_cores: {value: 0, source: counted}
 """
 
 
@@ -73,7 +124,7 @@ def test_a_wrong_file_says_all_that_is_wrong(tmp_path: Path) -> None:
         "gpu.memory_tb_per_s",
         "Did you mean 'board_power_w'?",
         "links.node.gb_per_s.value",
-        "'network' is missing",
+        "host_cores.value",
     ):
         assert where in said, said
 
