@@ -36,7 +36,7 @@ COMMANDS = {
     "plan": "What a rank will hold in memory, by category and by region, from SPEC alone.",
     "plugins": "Every plugin by kind: where from, usable here; of one, why not, and its options.",
     "matrix": "What goes with what, and why the rest does not.",
-    "bench": "Times of kernels on this GPU, in a table that later runs on it use.",
+    "bench": "This machine as a cluster of figures; times of kernels on this GPU, which later runs use.",
     "new": "Write a package with a plugin of your own, which passes its suite as it is.",
     "schema": "JSON Schema of a spec, for editors.",
     "doctor": "What this machine can do, and how to install what is missing.",

@@ -1,4 +1,4 @@
-"""``moefw bench``: what is measured on a machine, and used on it from then on."""
+"""``moefw bench``: what is measured on a machine, and used from then on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moefw.commands import specs
+from moefw.commands.calibrate import calibrate
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import PlanError, RunError
 from moefw.plugins.gemm.triton import Triton
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Measure on this machine what is used on it from then on."""
+    """Measure on this machine what is used from then on."""
+
+
+bench.add_command(calibrate)
 
 
 @bench.command()

@@ -6,9 +6,11 @@ Steps before it is ready, some seconds of a first run of a spec, have no such fi
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Final, final
 
+from moefw.core.errors import SpecError
 from moefw.planner.cluster import with_gpu
 from moefw.training import ledger_file
 
@@ -17,15 +19,16 @@ TERA: Final = 1e12
 
 @final
 class ModelFlops:
-    """Figures of a run with its ledger in the file ``path``. ``gpu``: what PyTorch calls the GPUs; None: CPUs.
+    """Figures of a run with its ledger in the file ``path``. ``name``: what its ranks compute on, as clusters say it.
 
-    A CPU has no peak that is sure, so its runs have no MFU; nor has a GPU of no cluster that moefw knows.
+    A GPU, or a processor with its threads, that no cluster names has no peak that is known: its runs have no MFU. Those
+    of a processor are the clusters of the user, whose peaks were measured.
     """
 
-    def __init__(self, path: Path, *, ranks: int, gpu: str | None) -> None:
+    def __init__(self, path: Path, *, ranks: int, name: str) -> None:
         self._path = path
         self._ranks = ranks
-        self._gpu = gpu
+        self._name = name
         self._flops_per_token: float | None = None
         self._peak_tflops: float | None = None
         self._seen: int | None = None
@@ -55,6 +58,14 @@ class ModelFlops:
         predicted = ledger_file.read(self._path).get("predicted", {})
         self._flops_per_token = predicted.get("flops_per_token")
         dtype = predicted.get("dtype")
-        if self._gpu is not None and dtype is not None:
-            peaks = (cluster.peak_tflops(dtype) for cluster in with_gpu(self._gpu))
-            self._peak_tflops = next(peaks, None)
+        if dtype is not None:
+            self._peak_tflops = self._peak_of(dtype)
+
+    def _peak_of(self, dtype: str) -> float | None:
+        """Peak of products of a dtype, of the first cluster that has one; None if none has."""
+        try:
+            peaks = (cluster.peak_tflops(dtype) for cluster in with_gpu(self._name))
+            return next((peak for peak in peaks if peak is not None), None)
+        except SpecError as error:  # of a file of the user's own: a run does not end for it
+            warnings.warn(f"the run has no mfu, as a cluster cannot be read: {error}", stacklevel=2)
+            return None

@@ -57,6 +57,17 @@ def device_name(device: torch.device) -> str:
     return next(names, "") or platform.machine()
 
 
+def computing_name(device: torch.device) -> str:
+    """Name of what a rank computes on, as clusters name it: its GPU, or the processor and the rank's threads.
+
+    A processor alone is no such name: a rank with twice the threads is twice as fast.
+    """
+    if is_gpu(device):
+        return device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device_name(device)}, {threads} thread{'' if threads == 1 else 's'}"
+
+
 def peak_memory(device: torch.device) -> dict[str, Any]:
     """The most memory of this rank so far: that of its GPU, or of its process."""
     if is_gpu(device):

@@ -116,11 +116,23 @@ def joined_world(assembly: Assembly, place: Place) -> Iterator[torch.device]:
 
     Raises problems of the spec on every rank, and LostContactError where another rank was lost inside.
     """
-    device = _device(assembly, place)
+    device = device_of(assembly.site.machine.device, place)
+    with joined(device, place, timeout_s=assembly.spec.run.timeout_s):
+        stamp("agreeing on the spec")
+        agree_on_spec(assembly, library_versions(device))
+        yield device
+
+
+@contextmanager
+def joined(device: torch.device, place: Place, *, timeout_s: float) -> Iterator[None]:
+    """Join the world, with the threads of a rank. Collective.
+
+    ``timeout_s``: how long a rank may go without progress. Raises LostContactError where another rank was lost inside.
+    """
     torch.set_num_threads(threads_of_a_rank(place.local_world))
     if place.world > 1:
         stamp("joining the other ranks")
-        timeout = timedelta(seconds=collective_timeout_s(assembly.spec.run.timeout_s))
+        timeout = timedelta(seconds=collective_timeout_s(timeout_s))
         os.environ["LOCAL_WORLD_SIZE"] = str(place.local_world)
         store = meet(place, timeout=timeout)
         backend = _backend(device, dist.PrefixStore("gpus", store), place.world)  # type: ignore[attr-defined]
@@ -128,9 +140,7 @@ def joined_world(assembly: Assembly, place: Place) -> Iterator[torch.device]:
         met(store)
     ended_well = False
     try:
-        stamp("agreeing on the spec")
-        agree_on_spec(assembly, library_versions(device))
-        yield device
+        yield
         ended_well = True
     except RuntimeError as error:
         if not lost_a_rank(error):
@@ -176,8 +186,9 @@ def lost_a_rank(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
-def _device(assembly: Assembly, place: Place) -> torch.device:
-    if assembly.site.machine.device == "cpu":
+def device_of(kind: str, place: Place) -> torch.device:
+    """Device of a rank. ``kind``: cpu or cuda. Raises PlanError where there is none."""
+    if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise PlanError(

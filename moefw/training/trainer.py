@@ -50,7 +50,7 @@ from moefw.training.report import conclude, introduce, say
 from moefw.training.resolved_spec import write_resolved
 from moefw.training.resume import Which
 from moefw.training.routes.of_a_run import Routes
-from moefw.training.run_facts import device_name, facts, peak_memory
+from moefw.training.run_facts import computing_name, facts, peak_memory
 from moefw.training.session import Session, lost_a_rank, open_session
 from moefw.training.step_record import record_of
 from moefw.training.what_trains import parameters_of, require_sensible_freeze
@@ -138,7 +138,7 @@ class Trainer:
         self.model_flops = ModelFlops(
             ledger_file.path_of(assembly),
             ranks=session.layout.plan.world,
-            gpu=device_name(session.device) if is_gpu(session.device) else None,
+            name=computing_name(session.device),
         )
 
     def run(self) -> None:

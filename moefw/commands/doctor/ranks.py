@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -14,16 +12,12 @@ from attrs import asdict
 from rich.console import Console
 
 from moefw.commands import specs
-from moefw.commands.doctor.machine import usable_cores
 from moefw.commands.doctor.slow_pairs import SLOW, Kind, Pair, complaints, kinds_of
+from moefw.commands.on_ranks import on_ranks
 from moefw.commands.tables import print_table
 from moefw.compose.assembly import Assembly
 from moefw.core.contracts import Layout, LayoutPlan
 from moefw.core.errors import PlanError
-from moefw.system.python import python
-from moefw.training.faults.rank import watched
-from moefw.training.faults.requests import StopRequests
-from moefw.training.launcher import LAUNCHED, check_room, die_with_launcher, run_local_ranks
 from moefw.training.world import Place, place_from_environment
 
 if TYPE_CHECKING:
@@ -43,25 +37,13 @@ def measure_ranks(spec: str, overrides: Sequence[str], *, as_json: bool) -> int:
     world = assembly.layout.world
     if world == 1:
         raise PlanError(f"the layout of {spec} has one rank.", "Start several under torchrun, or set parallel.")
-    run = assembly.spec.run
-    launched = LAUNCHED in os.environ
-    requests = StopRequests(resumable=lambda: False, launched=launched, torchrun="TORCHELASTIC_RUN_ID" in os.environ)
-    with requests:
-        if place is None:
-            check_room(world, cores=usable_cores())
-            command = python("-m", "moefw", *sys.argv[1:])
-            return run_local_ranks(command, world, run, requests, memory_note=_no_plan)
-        die_with_launcher()
-        with watched(run, place, requests, memory_note=_no_plan):
-            pairs = _measured(assembly, place)
-    if place.rank == 0:
-        _show(kinds_of(pairs), as_json=as_json)
-    return 0
 
+    def work(place: Place) -> None:
+        pairs = _measured(assembly, place)
+        if place.rank == 0:
+            _show(kinds_of(pairs), as_json=as_json)
 
-def _no_plan() -> str:
-    """What a rank that is out of memory says of the plan of its model."""
-    return "No model is built: messages take less than 100 MB."
+    return on_ranks(work, world=world, place=place, run=assembly.spec.run, needs="Messages take less than 100 MB.")
 
 
 def groups_of(plan: LayoutPlan) -> dict[str, list[tuple[int, ...]]]:

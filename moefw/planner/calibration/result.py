@@ -1,0 +1,161 @@
+"""The cluster that readings describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from attrs import evolve, frozen
+
+from moefw.core.errors import Problem, RunError
+from moefw.planner.calibration.alone import (
+    BACKWARD,
+    COPY,
+    DTYPES,
+    FORWARD,
+    LAUNCH,
+    Shape,
+    elementwise_name,
+    product_name,
+)
+from moefw.planner.calibration.links import COLLECTIVES, MESSAGES, link_name
+from moefw.planner.calibration.ranks import Readings, said_of
+from moefw.planner.calibration.readings import Reading
+from moefw.planner.cluster import (
+    GIB,
+    Cluster,
+    Collective,
+    Collectives,
+    Elementwise,
+    Figure,
+    Gpu,
+    Link,
+    Links,
+    Peaks,
+    Product,
+)
+
+DIGITS: Final = 4
+FORMATS: Final = ("fp32", "bf16", "fp8")
+
+
+@frozen(kw_only=True)
+class Surroundings:
+    """What is known without a measurement of time.
+
+    ``name``: what a run calls the GPU, or the processor and its threads. ``memory_bytes``, ``cores``: for each rank.
+    ``board_power_w``: None: unknown. ``ranks``: by link, how many reach each other.
+    """
+
+    about: str
+    name: str
+    memory_bytes: int
+    cores: int
+    board_power_w: float | None
+    ranks: dict[str, int]
+
+
+def cluster_of(
+    readings: Readings, around: Surroundings, *, shapes: Sequence[Shape], version: str, date: str
+) -> Cluster:
+    """Cluster of the readings. What was not measured is left out.
+
+    Raises RunError with every failure if one of them is of what a cluster cannot do without: products of bf16, and the
+    copy.
+    """
+    figures = _Figures(readings, f"measured by moefw {version} on {date}")
+    products = figures.products(shapes)
+    peaks = {format: figures.peak(products, format) for format in FORMATS}
+    copy = figures.named(COPY)
+    if peaks["bf16"] is None or copy is None:
+        raise RunError(
+            [
+                Problem(f"{name} could not be measured: {reason}.", "A cluster is of nothing without it.")
+                for name, reason in readings.failed.items()
+            ]
+        )
+    elementwise = {format: figures.named(elementwise_name(format)) for format in DTYPES}
+    gpu = Gpu(
+        names=(around.name,),
+        peak_tflops=Peaks(bf16=peaks["bf16"], fp32=peaks["fp32"], fp8=peaks["fp8"]),
+        memory_gib=figures.read(around.memory_bytes / GIB),
+        memory_tb_per_s=copy,
+        board_power_w=None if around.board_power_w is None else figures.read(around.board_power_w),
+        elementwise_tb_per_s=Elementwise(**elementwise),
+        products=products,
+    )
+    links = {link: figures.link(link, size) for link, size in around.ranks.items()}
+    return Cluster(
+        about=around.about,
+        gpu=gpu,
+        links=Links(**links),
+        host_launch_us=figures.named(LAUNCH),
+        host_forward_us=figures.named(FORWARD),
+        host_backward_us=figures.named(BACKWARD),
+        host_cores=figures.read(around.cores),
+    )
+
+
+class _Figures:
+    """Figures of readings, with their source."""
+
+    def __init__(self, readings: Readings, by: str) -> None:
+        self._readings = readings
+        self._by = by
+
+    def read(self, value: float) -> Figure:
+        """Figure of what the system says."""
+        return Figure(value=_rounded(value), source=f"{self._by}: the system says so")
+
+    def named(self, name: str) -> Figure | None:
+        """Figure of a measurement; None if it failed or was not made."""
+        reading = self._readings.of.get(name)
+        return None if reading is None else self._measured(reading)
+
+    def products(self, shapes: Sequence[Shape]) -> tuple[Product, ...]:
+        """Every product that was measured."""
+        found = []
+        for format in FORMATS:
+            for shape in shapes:
+                tflops = self.named(product_name(format, shape))
+                if tflops is not None:
+                    found.append(
+                        Product(format=format, rows=shape.rows, columns=shape.columns, depth=shape.depth, tflops=tflops)
+                    )
+        return tuple(found)
+
+    def peak(self, products: Sequence[Product], format: str) -> Figure | None:
+        """Figure of the fastest product of a format; None if none was measured."""
+        of_format = [product for product in products if product.format == format]
+        if not of_format:
+            return None
+        fastest = max(of_format, key=lambda product: product.tflops.value)
+        shape = f"{fastest.rows} x {fastest.columns} x {fastest.depth}"
+        return evolve(fastest.tflops, source=f"{fastest.tflops.source}, {shape}, the fastest")
+
+    def link(self, link: str, ranks: int) -> Link | None:
+        """A link that connects ``ranks``; None if not even messages could be measured."""
+        gb_per_s = self.named(link_name(link, MESSAGES, "large"))
+        if gb_per_s is None:
+            return None
+        collectives = {kind: self._collective(link, kind) for kind in COLLECTIVES}
+        return Link(
+            gb_per_s=gb_per_s,
+            gpus=self.read(ranks) if link == "node" else None,
+            latency_us=self.named(link_name(link, MESSAGES, "small")),
+            collectives=Collectives(**collectives),
+        )
+
+    def _collective(self, link: str, kind: str) -> Collective | None:
+        gb_per_s = self.named(link_name(link, kind, "large"))
+        latency_us = self.named(link_name(link, kind, "small"))
+        if gb_per_s is None or latency_us is None:
+            return None
+        return Collective(gb_per_s=gb_per_s, latency_us=latency_us)
+
+    def _measured(self, reading: Reading) -> Figure:
+        return Figure(value=_rounded(reading.value), source=f"{self._by}, {said_of(reading)}")
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
