@@ -216,7 +216,7 @@ def _say(readings: Readings, shared: float | None, options: _Options) -> None:
     for name, reason in readings.failed.items():
         click.echo(f"left out: {name} could not be measured: {reason}", err=True)
     if shared is not None:
-        what = f"this machine did other work meanwhile: a rank had {100 * shared:.0f} % of the time of its threads"
-        click.echo(f"{what}. Measure again when it is idle.", err=True)
+        what = f"this machine did other work meanwhile: a rank had {100 * shared:.0f} % of the time of its threads."
+        click.echo(f"{what} Links, and ranks of several threads, are slower for it. Measure again later.", err=True)
     named = THIS_MACHINE if options.own else options.out
     click.echo(f"wrote {options.out}: moefw plan SPEC --cluster {named}")

@@ -1,0 +1,390 @@
+"""What `moefw bench calibrate` measures: how much, of what, and what becomes of it in a cluster's file."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moefw.core.errors import RunError
+from moefw.planner.calibration import alone, links, readings
+from moefw.planner.calibration.alone import BACKWARD, COPY, FORWARD, LAUNCH, Measurement, Shape, Sizes, measurements
+from moefw.planner.calibration.clocks import GpuClock, HostClock, calls_of_a_repeat
+from moefw.planner.calibration.links import groups_of, link_measurements, opened
+from moefw.planner.calibration.ranks import Readings, measured
+from moefw.planner.calibration.readings import LEAST, LIMIT_S, Reading, of_all_ranks, reading
+from moefw.planner.calibration.result import Surroundings, cluster_of
+from moefw.testing.counting import Counting
+from moefw.testing.pool import RankPool
+
+CPU = torch.device("cpu")
+EVENT = torch.cuda.Event
+SHAPES = (Shape(rows=8, columns=4, depth=16), Shape(rows=2, columns=3, depth=5))
+SIZES = Sizes(shapes=SHAPES, copied=4096, operand=1024, operators=10)
+
+
+def test_a_reading_is_the_median_of_its_repeats_and_says_how_much_its_halves_differ() -> None:
+    times = iter([100.0, 1.0, 2.0, 1.0, 4.0, 3.0, 3.0])  # the first warms up
+    made = reading(lambda: next(times), figure=lambda seconds: 10.0 / seconds, repeats=6)
+    # In turn 1, 1, 3 and 2, 4, 3: medians of 1 and 3, of all 2.5.
+    assert made == Reading(value=4.0, spread=2.0 / 2.5, repeats=6)
+
+
+def test_a_measurement_that_takes_long_has_fewer_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(readings.time, "perf_counter", lambda: now)
+
+    def slow(seconds: float) -> Callable[[], float]:
+        def measure() -> float:
+            nonlocal now
+            now += seconds
+            return seconds
+
+        return measure
+
+    assert reading(slow(LIMIT_S), figure=float, repeats=20).repeats == LEAST
+    assert reading(slow(LIMIT_S / 8), figure=float, repeats=20).repeats == 8
+    assert reading(slow(LIMIT_S / 128), figure=float, repeats=20).repeats == 20
+
+
+def test_ranks_that_measure_at_once_have_one_reading() -> None:
+    of_ranks = [
+        Reading(value=value, spread=spread, repeats=repeats)
+        for value, spread, repeats in ((1.0, 0.1, 20), (5.0, 0.3, 8), (2.0, 0.2, 20))
+    ]
+    assert of_all_ranks(of_ranks) == Reading(value=2.0, spread=0.3, repeats=8)
+
+
+class Seconds:
+    """A clock for which each call takes a second."""
+
+    most = 3
+
+    def __init__(self, *_: object) -> None:
+        self.calls: list[int] = []
+
+    def seconds(self, call: Callable[[], Any], times: int) -> float:
+        self.calls.append(times)
+        for _ in range(times):
+            call()
+        return float(times)
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+class Seen(TorchDispatchMode):
+    """Counts operators by name and the sizes of their operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[tuple[Any, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sizes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor))
+        dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+        self.of[func.overloadpacket.__name__, *sizes, *dtypes] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def a_second_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each call take a second."""
+    monkeypatch.setattr(alone, "clock_of", Seconds)
+    monkeypatch.setattr(alone, "HostClock", Seconds)
+
+
+def read_on_a_cpu() -> dict[str, tuple[Reading | None, Counter[tuple[Any, ...]]]]:
+    found = {}
+    for each in measurements(CPU, SIZES, 4):
+        with Seen() as seen:
+            found[each.name] = (each.read(), seen.of)
+    return found
+
+
+@pytest.mark.usefixtures("a_second_each")
+def test_figures_are_what_was_computed_over_the_time_that_it_took() -> None:
+    found = read_on_a_cpu()
+    value = {name: made.value for name, (made, _) in found.items() if made}
+    for format in ("fp32", "bf16"):
+        assert value[f"products of {format}, 8 x 4 x 16"] == pytest.approx(2 * 8 * 4 * 16 / 1e12)
+        assert value[f"products of {format}, 2 x 3 x 5"] == pytest.approx(2 * 2 * 3 * 5 / 1e12)
+        assert value[f"multiplication of values of {format}"] == pytest.approx(3 * 1024 / 1e12)
+    assert value[COPY] == pytest.approx(2 * 4096 / 1e12)
+    assert value[LAUNCH] == value[FORWARD] == pytest.approx(1e6)
+    assert value[BACKWARD] == pytest.approx(1e6 / 10)  # all ten in one call
+    assert len(value) == 10
+
+
+# Each measurement calls twice for the number of calls, and then five times as many.
+CALLS = 1 + 1 + 5
+
+
+@pytest.mark.usefixtures("a_second_each")
+def test_what_is_computed_is_what_the_name_says() -> None:
+    of = {name: seen for name, (_, seen) in read_on_a_cpu().items()}
+    for format, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        assert of[f"products of {format}, 8 x 4 x 16"]["mm", (8, 16), (16, 4), dtype] == CALLS
+        values = 1024 // dtype.itemsize
+        assert of[f"multiplication of values of {format}"]["mul", (values,), (values,), dtype] == CALLS
+    assert of[COPY]["copy_", (1024,), (1024,), torch.float32] == CALLS
+    few = ("mul", (16,), (16,), torch.float32)
+    assert of[LAUNCH][few] == of[FORWARD][few] == 5 * 10
+    assert of[BACKWARD][few] == 2 * 5 * 10  # as many again in backward
+
+
+def test_a_repeat_has_calls_until_it_is_long_enough() -> None:
+    assert calls_of_a_repeat(Seconds(), lambda: None) == 1
+
+    class Short(Seconds):
+        most = 50
+
+        def seconds(self, call: Callable[[], Any], times: int) -> float:
+            return 0.004 * times
+
+    assert calls_of_a_repeat(Short(), lambda: None) == 5
+    Short.most = 2
+    assert calls_of_a_repeat(Short(), lambda: None) == 2
+
+
+def test_a_rank_of_one_thread_is_timed_by_what_the_thread_had_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    waits = lambda: time.sleep(0.05)  # noqa: E731
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert HostClock(CPU).seconds(waits, 1) < 0.04
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert HostClock(CPU).seconds(waits, 1) >= 0.05
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert HostClock(torch.device("cuda")).seconds(waits, 1) >= 0.05  # backward launches in a thread of its own
+
+
+class Gpu:
+    """Events of a GPU, and the log of what it is given. Its milliseconds are the operators between events."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def Event(self, *args: Any, **kwargs: Any) -> Event:
+        asked = inspect.signature(EVENT.__new__).bind(EVENT, *args, **kwargs)
+        assert asked.arguments["enable_timing"]
+        return Event(self)
+
+
+class Event:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.at = -1
+
+    def record(self) -> None:
+        self.at = len(self.gpu.log)
+        self.gpu.log.append("event")
+
+    def synchronize(self) -> None:
+        self.gpu.log.append("host waits")
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.gpu.log[-1] == "host waits"
+        return float(end.at - self.at - 1)
+
+
+def test_a_gpu_is_held_until_the_host_has_launched_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.Event)
+    monkeypatch.setattr(F, "linear", lambda *_: gpu.log.append("long product"))
+    monkeypatch.setattr(GpuClock, "_HELD", 2)
+    assert GpuClock(CPU).seconds(lambda: gpu.log.append("call"), 3) == pytest.approx(3e-3)
+    assert gpu.log == ["long product", "event", "call", "call", "call", "event", "host waits"]
+
+
+@pytest.mark.parametrize(("capability", "found"), [((8, 0), 2), ((8, 9), 3), ((9, 0), 3), ((10, 0), 3)])
+def test_a_gpu_is_asked_for_fp8_if_it_offers_it(
+    capability: tuple[int, int], found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert alone.formats(torch.device("cuda")) == ["fp32", "bf16", "fp8"][:found]
+    assert alone.formats(CPU) == ["fp32", "bf16"]
+
+
+def test_the_product_in_fp8_is_one_that_torch_takes_on_a_gpu() -> None:
+    with FakeTensorMode():
+        call = alone._fp8_product(torch.randn(256, 512, device="cuda"), torch.randn(128, 512, device="cuda"))
+        out = call()
+    assert (out.shape, out.dtype) == ((256, 128), torch.bfloat16)
+
+
+HOSTS = {
+    "one node": (["a", "a", "a"], {0: {"node": [0, 1, 2]}, 2: {"node": [0, 1, 2]}}),
+    "two nodes": (
+        ["a", "a", "b", "b"],
+        {1: {"node": [0, 1], "network": [1, 3]}, 2: {"node": [2, 3], "network": [0, 2]}},
+    ),
+    "two of one": (["a", "b"], {0: {"network": [0, 1]}}),
+    "uneven": (["a", "a", "b"], {0: {"node": [0, 1], "network": [0, 2]}, 1: {"node": [0, 1]}, 2: {"network": [0, 2]}}),
+    "alone": (["a"], {0: {}}),
+}
+
+
+@pytest.mark.parametrize("case", HOSTS)
+def test_a_rank_reaches_its_node_and_its_likes_on_others(case: str) -> None:
+    hosts, expected = HOSTS[case]
+    for rank, groups in expected.items():
+        assert {group.link: group.ranks for group in groups_of(rank, hosts)} == groups
+
+
+NBYTES = 1 << 12
+
+
+def sent_and_counted(hosts: Sequence[str]) -> dict[str, tuple[float, int]]:
+    """By measurement, the bytes that a rank says it sends in a large one, and those that were seen."""
+    rank = dist.get_rank()
+    groups = [groups_of(each, hosts) for each in range(len(hosts))]
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "_seconds", lambda call, times, _: [call() for _ in range(times)] and float(times))
+        for link, group in opened(groups, rank).items():
+            for each in link_measurements(link, group, CPU, nbytes=NBYTES, repeats=3):
+                with Counting(group, dims=()) as counting, counting.during("dispatch"):
+                    made = each.read()
+                if made is None:
+                    continue
+                assert made.repeats == 3
+                seen = sum(sent.metadata for sent in counting.traffic().sent["dispatch"])
+                found[each.name] = (made.value, seen)
+    return found
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aabb"])
+def test_a_link_moves_the_bytes_that_its_figure_is_of(hosts: str, pool: RankPool) -> None:
+    for rank, found in enumerate(pool.run(sent_and_counted, len(hosts), list(hosts))):
+        kinds = ("all-to-all", "all-gather", "reduce-scatter", *(() if hosts == "aaa" and rank == 0 else ("messages",)))
+        reached = {"node": 3} if hosts == "aaa" else {"node": 2, "network": 2}
+        assert found.keys() == {
+            f"{size} {kind} over the {link}" for size in ("small", "large") for kind in kinds for link in reached
+        }
+        for link, size in reached.items():
+            for kind in kinds:
+                gb_per_s, seen = found[f"large {kind} over the {link}"]
+                to_others = NBYTES if kind == "messages" else NBYTES // 4 // size * 4 * (size - 1)
+                assert gb_per_s * 1e9 == pytest.approx(to_others)
+                assert seen == 4 * to_others  # three repeats, and one that connects
+                microseconds, seen = found[f"small {kind} over the {link}"]
+                assert microseconds == pytest.approx(1e6)
+                assert seen == 4 * 20 * 64 * (1 if kind == "messages" else size - 1)
+
+
+ONE = Reading(value=1.0, spread=0.0, repeats=4)
+
+
+def with_a_failure() -> tuple[Readings, list[str]]:
+    """Readings of two ranks, of which the second one cannot measure something and has something else as well."""
+    rank = dist.get_rank()
+
+    def fails() -> Reading:
+        raise RuntimeError("no such product\nException raised from somewhere")
+
+    own = [
+        Measurement(name="a", unit="GB/s", read=lambda: Reading(value=1.0 + rank, spread=0.5 * rank, repeats=4)),
+        Measurement(name="b", unit="us", read=fails if rank == 1 else lambda: ONE),
+        Measurement(name="c", unit="us", read=lambda: ONE if rank == 0 else None),
+    ]
+    if rank == 1:
+        own.append(Measurement(name="d", unit="us", read=lambda: ONE))
+    said: list[str] = []
+    made = measured(own, dist.group.WORLD, on_cpu=True, tell=said.append)
+    return made, said
+
+
+def test_ranks_agree_on_readings_and_a_failure_is_named(pool: RankPool) -> None:
+    for made, said in pool.run(with_a_failure, 2):
+        assert made.of == {"a": Reading(value=1.5, spread=0.5, repeats=4), "c": ONE, "d": ONE}
+        assert made.failed == {"b": "rank 1: no such product"}
+        assert made.share.keys() == {"a", "c", "d"}
+        assert said == [
+            "[1/4] a: 1.5 GB/s (4 repeats, A/A spread 50.0 %)",
+            "[2/4] b: failed: rank 1: no such product",
+            "[3/4] c: 1 us (4 repeats, A/A spread 0.0 %)",
+            "[4/4] d: 1 us (4 repeats, A/A spread 0.0 %)",
+        ]
+
+
+AROUND = Surroundings(
+    about="two ranks", name="a GPU", memory_bytes=3 << 30, cores=4, board_power_w=700.0, ranks={"node": 2}
+)
+
+
+def values(*, failed: Sequence[str] = ()) -> Readings:
+    """Readings of 1, 2, 3 ... in the order of the measurements, without those that failed."""
+    names = [
+        f"products of {format}, {shape.rows} x {shape.columns} x {shape.depth}"
+        for format in ("fp32", "bf16")
+        for shape in SHAPES
+    ]
+    names += [COPY, "multiplication of values of fp32", "multiplication of values of bf16", LAUNCH, FORWARD, BACKWARD]
+    names += [links.link_name("node", kind, size) for kind in ("messages", *links.COLLECTIVES) for size in links.SIZES]
+    return Readings(
+        of={
+            name: Reading(value=float(n), spread=0.0123, repeats=n)
+            for n, name in enumerate(names, 1)
+            if name not in failed
+        },
+        failed=dict.fromkeys(failed, "rank 0: it is broken"),
+        share={},
+    )
+
+
+def test_readings_become_figures_that_say_how_they_were_measured() -> None:
+    cluster = cluster_of(values(), AROUND, shapes=SHAPES, version="1.2", date="2026-11-28")
+    gpu = cluster.gpu
+    by = "measured by moefw 1.2 on 2026-11-28"
+    assert gpu.names == ("a GPU",)
+    assert [(product.format, product.rows, product.tflops.value) for product in gpu.products] == [
+        ("fp32", 8, 1.0),
+        ("fp32", 2, 2.0),
+        ("bf16", 8, 3.0),
+        ("bf16", 2, 4.0),
+    ]
+    assert gpu.peak_tflops.bf16.source == f"{by}, 4 repeats, A/A spread 1.2 %, 2 x 3 x 5, the fastest"
+    assert (gpu.peak_tflops.bf16.value, gpu.peak_tflops.fp8) == (4.0, None)
+    assert cluster.peak_tflops("float32") == 2.0
+    assert gpu.memory_tb_per_s.value == 5.0
+    assert gpu.elementwise_tb_per_s is not None
+    assert gpu.elementwise_tb_per_s.fp32 is not None
+    assert gpu.elementwise_tb_per_s.fp32.value == 6.0
+    assert (gpu.memory_gib.value, gpu.memory_gib.source) == (3.0, f"{by}: the system says so")
+    host = (cluster.host_launch_us, cluster.host_forward_us, cluster.host_backward_us, cluster.host_cores)
+    assert [figure and figure.value for figure in host] == [8.0, 9.0, 10.0, 4.0]
+    node = cluster.links.node
+    assert cluster.links.network is None
+    assert node is not None
+    assert [figure and figure.value for figure in (node.latency_us, node.gb_per_s, node.gpus)] == [11.0, 12.0, 2.0]
+    assert node.collectives.reduce_scatter is not None
+    assert node.collectives.reduce_scatter.latency_us.value == 17.0
+    assert node.collectives.reduce_scatter.gb_per_s.value == 18.0
+
+
+def test_what_could_not_be_measured_is_left_out() -> None:
+    failed = ["products of bf16, 2 x 3 x 5", LAUNCH, "large all-gather over the node", "small messages over the node"]
+    cluster = cluster_of(values(failed=failed), AROUND, shapes=SHAPES, version="1.2", date="2026-11-28")
+    assert cluster.gpu.peak_tflops.bf16.value == 3.0
+    assert cluster.host_launch_us is None
+    assert cluster.links.node is not None
+    assert cluster.links.node.latency_us is None
+    assert cluster.links.node.collectives.all_gather is None
+    assert cluster.links.node.collectives.all_to_all is not None
+
+
+def test_a_cluster_without_products_or_without_memory_is_none() -> None:
+    for failed in ([COPY, LAUNCH], [f"products of bf16, {size}" for size in ("8 x 4 x 16", "2 x 3 x 5")]):
+        with pytest.raises(RunError) as refused:
+            cluster_of(values(failed=failed), AROUND, shapes=SHAPES, version="1.2", date="2026-11-28")
+        said = [problem.what for problem in refused.value.problems]
+        assert said == [f"{name} could not be measured: rank 0: it is broken." for name in failed]
