@@ -20,6 +20,7 @@ from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError, SpecError, os_reason
 from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
 from moefw.planner import cluster as clusters
+from moefw.planner.budget import Budget
 from moefw.planner.cluster import Cluster
 from moefw.system.folders import cache_dir
 
@@ -56,6 +57,18 @@ class Sheet:
 @click.argument("overrides", nargs=-1)
 @click.option("--world", type=click.IntRange(min=1), help="Ranks to lay out over; by default the smallest that fits.")
 @click.option("--cluster", metavar="NAME|FILE.yaml", help="Say whether the peak fits a GPU of this cluster.")
+@click.option(
+    "--tokens",
+    type=click.FloatRange(min=0.0, min_open=True),
+    metavar="NUMBER",
+    help="Say what this many tokens, such as 1e12, take of GPU-hours and cost on the cluster.",
+)
+@click.option(
+    "--tokens-per-s-per-gpu",
+    type=click.FloatRange(min=0.0, min_open=True),
+    metavar="NUMBER",
+    help="The speed of --tokens, of a run like this one.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
     "--picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the schedule of a step, instead."
@@ -65,6 +78,8 @@ def plan(
     overrides: tuple[str, ...],
     world: int | None,
     cluster: str | None,
+    tokens: float | None,
+    tokens_per_s_per_gpu: float | None,
     as_json: bool,
     picture: Path | None,
 ) -> int:
@@ -74,6 +89,9 @@ def plan(
 
     Problems that `moefw check` would report are printed instead: exits with 2 then.
     """
+    if (tokens is None) is not (tokens_per_s_per_gpu is None):
+        what = "--tokens and --tokens-per-s-per-gpu go together."
+        raise click.UsageError(f"{what} A run's metrics.jsonl has its speed: tokens_per_s, over its ranks.")
     try:
         gpus = None if cluster is None else clusters.read(cluster)
         assembly = specs.read(spec, overrides, world)
@@ -86,13 +104,24 @@ def plan(
             raise
         click.echo(json.dumps({"ok": False, "problems": plain(error.problems)}))
         return 2
+    budget = None
+    if tokens is not None and tokens_per_s_per_gpu is not None:
+        budget = Budget(
+            tokens=tokens,
+            tokens_per_s_per_gpu=tokens_per_s_per_gpu,
+            gpus=assembly.layout.world,
+            usd_per_gpu_hour=None if gpus is None else gpus.usd_per_gpu_hour,
+        )
     if as_json:
         on_cluster = {} if gpus is None else {"cluster": _on(gpus, cluster, planned)}
-        click.echo(json.dumps({"ok": True, "problems": [], **planned.to_data(), **on_cluster}))
+        of_tokens = {} if budget is None else {"budget": budget.to_data()}
+        click.echo(json.dumps({"ok": True, "problems": [], **planned.to_data(), **on_cluster, **of_tokens}))
         return 0
     show(planned)
     if gpus is not None:
         click.echo(f"\n{_told_on(gpus, cluster, planned)}")
+    if budget is not None:
+        click.echo(f"\n{budget.in_words()}")
     return 0
 
 
