@@ -165,7 +165,7 @@ def _cluster(
     here = place.local_world
     about = f"{name}: {place.world} rank{'' if place.world == 1 else 's'} at once, PyTorch {torch.__version__}"
     if shared is not None:
-        about += f"; they had {100 * shared:.0f} % of the time of their threads"
+        about += f"; beside other work: a rank had {100 * shared:.0f} % of the time of its threads"
     around = Surroundings(
         about=about,
         name=name,
@@ -196,8 +196,8 @@ def _board_power_w(device: torch.device) -> float | None:
 def _shared(readings: Readings) -> float | None:
     """Share of the time of its threads that a rank had in long products, if that is little; None else."""
     long = [share for name, share in readings.share.items() if name.startswith("products")]
-    least = max(long, default=1.0)
-    return least if least < BUSY else None
+    most = max(long, default=1.0)
+    return most if most < BUSY else None
 
 
 def _write(cluster: Cluster, options: _Options) -> None:

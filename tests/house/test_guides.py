@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 import copies
+from moefw.planner import cluster as clusters
+from moefw.planner.cluster import THIS_MACHINE
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?( append)?\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -126,6 +128,21 @@ def test_a_guide_leads_from_an_empty_folder_to_a_certified_plugin(guide: Path, p
         ruff = [sys.executable, "-m", "ruff", *command, "--config", str(GUIDES.parent.parent / "pyproject.toml"), "."]
         done = subprocess.run(ruff, cwd=package, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.deep
+def test_the_guide_of_a_calibration_measures_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "work").mkdir()
+    reader = Reader(tmp_path / "work", tmp_path / "site", "")
+    reader.follow((GUIDES / "calibrate-a-machine.md").read_text())
+    measured = clusters.read(THIS_MACHINE)
+    node = measured.links.node
+    assert node is not None
+    assert node.collectives.all_gather is not None
+    assert node.gpus is not None
+    assert node.gpus.value == 2
+    assert "2 ranks at once" in measured.about
 
 
 def test_a_guide_links_to_what_is_there() -> None:
