@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import stat
 from pathlib import Path
@@ -15,11 +16,16 @@ from moefw.commands import calibrate
 from moefw.planner import cluster
 from moefw.planner.calibration import alone
 from moefw.planner.calibration.alone import Shape, Sizes
+from moefw.planner.calibration.links import Group
 from moefw.planner.calibration.ranks import Readings
+from moefw.planner.calibration.readings import Reading
 from moefw.planner.cluster import THIS_MACHINE
 from moefw.training.run_facts import computing_name
+from moefw.training.world import Place
 from small_spec import small_spec
 
+COPIED = "copy in memory"
+READING = Reading(value=2.0, spread=0.01, repeats=20)
 SMALL = Sizes(shapes=(Shape(rows=8, columns=4, depth=16),), copied=4096, operand=1024, operators=10)
 
 
@@ -83,9 +89,6 @@ def test_a_machine_that_did_other_work_is_told(share: float, told: bool) -> None
     assert calibrate._shared(Readings(of={}, failed={}, share=long)) == (share if told else None)
 
 
-COPIED = "copy in memory"
-
-
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     for path, says in (
         (tmp_path / "mine.json", f"a cluster is a .yaml file. Use {tmp_path / 'mine.yaml'}."),
@@ -135,3 +138,33 @@ def test_the_driver_is_asked_for_the_power_of_this_gpu(
     asked = f"--id=GPU-{UUID} --query-gpu=power.limit --format=csv,noheader,nounits\n"
     assert (tmp_path / "asked").read_text() == asked
     assert ("nvidia-smi does not tell it" in capsys.readouterr().err) is (watts is None)
+
+
+def test_the_cluster_of_gpus_has_what_torch_and_the_driver_say_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def says(name: str, answer: object) -> None:
+        signature = inspect.signature(getattr(torch.cuda, name))
+
+        def function(*args: object, **kwargs: object) -> object:
+            asked.append(signature.bind(*args, **kwargs).arguments["device"])
+            return answer
+
+        monkeypatch.setattr(torch.cuda, name, function)
+
+    says("get_device_name", "NVIDIA H100 80GB HBM3")
+    says("mem_get_info", (1 << 30, 80 << 30))
+    monkeypatch.setattr(calibrate, "_board_power_w", lambda _: 700.0)
+    shape = "8192 x 8192 x 8192"
+    of = dict.fromkeys((COPIED, f"products of bf16, {shape}", f"products of fp8, {shape}"), READING)
+    readings = Readings(of=of, failed={}, share={})
+    groups = [Group(link="node", ranks=[0, 1]), Group(link="network", ranks=[0, 2])]
+    gpu = torch.device("cuda", 1)
+    made = calibrate._cluster(readings, gpu, Place(1, 4, 1, 2), groups, None).gpu
+    assert set(asked) == {gpu}
+    assert made.names == ("NVIDIA H100 80GB HBM3",)
+    assert made.memory_gib.value == 80.0
+    assert made.board_power_w is not None
+    assert made.board_power_w.value == 700.0
+    assert [(product.format, product.rows) for product in made.products] == [("bf16", 8192), ("fp8", 8192)]
+    assert made.peak_tflops.fp8 is not None
