@@ -290,7 +290,7 @@ QUICK = (
     "static rows, pages",
     "in parts, groups filled",
     "packs of documents that ranks share",
-    "gradients reduced once",
+    "experts gathered and reduced once",
     "sharded, experts and embedding frozen",
     "a third party's dispatcher and memory policy",
 )
