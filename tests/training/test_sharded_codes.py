@@ -85,7 +85,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "experts alone": {"parallel": {"experts": {"shard": "all"}}},
     "gathered once": {
         "parallel": {"dense": {"shard": "all", "zero": 2}, "experts": {"shard": "all", "zero": 2}},
-        "train": {"tokens_per_step": 128},
     },
     "reduced once": {
         "parallel": {"dense": {"shard": "all", "zero": 1}, "experts": {"shard": "all", "zero": 1}},
