@@ -79,8 +79,15 @@ def tree(sharded: str, dense: int, experts: int) -> dict[str, Any]:
     return {**SMALL, **parts, "train": train}
 
 
+_trained: dict[tuple[str, int, int], list[Run]] = {}
+
+
 def trained(pool: RankPool, sharded: str, dense: int, experts: int) -> list[Run]:
-    return pool.run(short_run, 4, tree(sharded, dense, experts), 3)
+    """Return the runs of all ranks. Each is trained once."""
+    key = sharded, dense, experts
+    if key not in _trained:
+        _trained[key] = pool.run(short_run, 4, tree(*key), 3)
+    return _trained[key]
 
 
 @pytest.mark.parametrize(
