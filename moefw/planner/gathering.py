@@ -155,8 +155,11 @@ class _Sharded:
 State = Literal["idle", "forward", "backward", "done"]
 """``done``: its gradients have been reduced in this backward."""
 Reduced = Literal["micro_batch", "step", "later"]
-"""When a unit reduces gradients: after its backward in each micro-batch; so in the last micro-batch of a step, which is
-the recorded one; or later, in a micro-batch that is not recorded or after the last pass of a pipeline."""
+"""When a unit reduces gradients.
+
+``micro_batch``: after its backward in each micro-batch. ``step``: after that in the last one of a step, which is the
+recorded one. ``later``: in a micro-batch behind the recorded one, or after the last pass of a pipeline.
+"""
 
 
 @final
@@ -388,7 +391,7 @@ class Unit:
             self.order.gathered = arrived
 
     def _gather_once(self) -> None:
-        """Make the parameters' memory, that of operands of a step. An earlier micro-batch has gathered, or this one."""
+        """Make the parameters' memory, that of operands of a step. Buffers count where this micro-batch gathers."""
         arrived = None
         with done_for_step():
             if self.sharding.is_first:
