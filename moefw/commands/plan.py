@@ -209,7 +209,7 @@ def sheets(plan: Ledger) -> list[Sheet]:
         return [category]
     parts = {
         "held": held.device + plan.pools,
-        "operands of weights, for all micro-batches": peak.operands,
+        "operands and gathered weights, for all micro-batches": peak.operands,
         "saved": peak.saved,
         "gathered parameters": peak.gathered,
         "passing": peak.passing,

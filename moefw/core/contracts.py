@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from moefw.core.errors import PlanError
-from moefw.core.records import AdaptedWeight, Canonical, Pass, Role, RowGroups, SavedOperand, Side, State
+from moefw.core.records import AdaptedWeight, Canonical, Pass, Role, RowGroups, SavedOperand, Side, State, Zero
 
 if TYPE_CHECKING:
     import torch
@@ -433,6 +433,14 @@ class LayoutPlan(ABC):
         The ranks of a row shard each parameter (FSDP); a row of one rank holds all of it. Ranks ascend along each row
         and along each column.
         """
+
+    def zero(self, side: Side) -> Zero:
+        """Stage of ZeRO of the parameters of a mesh, the same on every rank. It matters where ``copies`` has shards.
+
+        3: weights are gathered for each pass through their unit, and gradients reduced after each micro-batch. 2:
+        weights are gathered once a step. 1: so they are, and gradients are reduced once a step.
+        """
+        return 3
 
 
 class Layout(ABC):

@@ -19,6 +19,11 @@ Role = Literal["input", "weight", "grad"]
 Pass = Literal["fprop", "dgrad", "wgrad"]
 Side = Literal["dense", "experts"]
 """One of the two meshes: ``dense`` for attention, embedding and loss, ``experts`` for the routed experts."""
+Zero = Literal[1, 2, 3]
+"""A stage of ZeRO: what ranks that shard parameters (FSDP) hold whole while the micro-batches of a step run.
+
+3: nothing; 2: weights; 1: weights and gradients.
+"""
 
 
 @frozen

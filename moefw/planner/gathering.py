@@ -2,7 +2,8 @@
 
 Modules compute with parameters in the form in which FSDP gathers them. An all-gather fills one flat buffer, from which
 each parameter is copied to its place. In forward, that buffer stays until the next copy. In backward, the next unit is
-gathered ahead, and the input of a reduction stays until the next reduction.
+gathered ahead, and the input of a reduction stays until the next reduction. Units of ZeRO 1 and 2 gather in the first
+micro-batch of a step alone, and what they have gathered is memory of the step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.contracts import Layout, WeightCodec
-from moefw.core.records import Side
+from moefw.core.records import Side, Zero
 from moefw.planner.operations import Operations
 from moefw.recording.recorder import GATHERED, GRADIENTS, PARAMETERS, Recorder
 from moefw.runtime.accounting import done_for_step, made_for_step
@@ -35,34 +36,41 @@ class Gathering:
     """Takes the place of :class:`moefw.runtime.parallel.sharding.Sharding`.
 
     ``shards``: the shape of this rank's shard of each parameter. ``operations`` is told FSDP's collectives and copies.
-    ``reduced``: when gradients are reduced: after the backward of their unit in each micro-batch (``micro_batch``), in
-    the last one of a step (``step``), or after the last pass of a pipeline (``pipeline``). Until then parameters have
-    gradients in fp32. ``step``: the weights that micro-batches share, once the step has begun.
+    ``reduced_once``: when units of ZeRO 1 reduce gradients (:data:`Reduced`). Until then their parameters have
+    gradients in fp32. ``is_first``: whether the micro-batch is the first of its step, in which units of ZeRO 1 and 2
+    gather. ``step``: the weights that micro-batches share, once the step has begun.
     """
 
     step: StepWeights
 
-    def __init__(self, layout: Layout, recorder: Recorder, operations: Operations, reduced: Reduced) -> None:
+    def __init__(
+        self, layout: Layout, recorder: Recorder, operations: Operations, *, reduced_once: Reduced, is_first: bool
+    ) -> None:
         self.layout = layout
         self.recorder = recorder
         self.operations = operations
-        self.reduced = reduced
+        self.reduced_once = reduced_once
+        self.is_first = is_first
         self.units: list[Unit] = []
         self.root_unit: Unit | None = None
         self.shards: dict[nn.Parameter, tuple[int, ...]] = {}
 
     def add_up(self, gathered: nn.Parameter, stored: nn.Parameter) -> None:
-        """Let micro-batches add up the gradients of a gathered parameter, if that is not reduced after each."""
-        if self.reduced != "micro_batch":
-            gathered.grad_dtype = torch.float32
-            gathered.grad = stored.grad
-            stored.grad = None
-            self.step.add_up(gathered, gathered)
+        """Let micro-batches add up the gradients of a gathered parameter."""
+        gathered.grad_dtype = torch.float32
+        gathered.grad = stored.grad
+        stored.grad = None
+        self.step.add_up(gathered, gathered)
 
     def give_gradients(self) -> None:
         """Give all parameters the gradients of earlier micro-batches."""
         for unit in self.units:
-            unit.give_gradients(sharded=self.reduced == "micro_batch")
+            unit.give_gradients()
+
+    @property
+    def added_up_whole(self) -> Set[nn.Parameter]:
+        """Parameters whose gradients micro-batches add up whole."""
+        return {parameter for unit in self.units if unit.adds_up_whole for parameter in unit.parameters}
 
     def unit(
         self,
@@ -103,7 +111,7 @@ class Gathering:
         rows = self.layout.plan.copies(self.layout.rank, side)
         if len(rows[0]) == 1:
             return None
-        unit = Unit(self, rows)
+        unit = Unit(self, rows, self.layout.plan.zero(side))
         for path, owner in module.named_modules():
             for key, parameter in [*owner.named_parameters(recurse=False)]:
                 if parameter in apart or parameter in self.shards:
@@ -146,7 +154,12 @@ class _Sharded:
 
 State = Literal["idle", "forward", "backward", "done"]
 """``done``: its gradients have been reduced in this backward."""
-Reduced = Literal["micro_batch", "step", "pipeline"]
+Reduced = Literal["micro_batch", "step", "later"]
+"""When a unit reduces gradients.
+
+``micro_batch``: after its backward in each micro-batch. ``step``: after that in the last one of a step, which is the
+recorded one. ``later``: in a micro-batch behind the recorded one, or after the last pass of a pipeline.
+"""
 
 
 @final
@@ -155,10 +168,14 @@ class Unit:
 
     ``shards``: the number of ranks that share them. ``sharing``: the ranks of this row. ``copying``: the ranks that
     hold the same shard. ``elements``: of all that train, padded. ``grads``: the gradients of this rank's shard, fp32.
+    ``reduced``: when gradients are reduced.
     """
 
-    def __init__(self, sharding: Gathering, rows: Sequence[Sequence[int]]) -> None:
+    def __init__(self, sharding: Gathering, rows: Sequence[Sequence[int]], zero: Zero) -> None:
         self.sharding = sharding
+        self.is_kept = zero != 3
+        """Whether what is gathered is kept for all micro-batches of a step."""
+        self.reduced: Reduced = sharding.reduced_once if zero == 1 else "micro_batch"
         self.shards = len(rows[0])
         self.sharing = rows[0]
         self.copying = [row[0] for row in rows]
@@ -175,7 +192,7 @@ class Unit:
         self._cast = 0
         """Bytes of this rank's shard that are cast for each gather."""
         self._encoded = 0
-        """Bytes of the codes and scales of this rank's shard, which are made once a step."""
+        """Bytes of the codes and scales of this rank's shard, which are made once a step, and kept for all gathers."""
         self._codes: Tensor | None = None
         self._state: State = "idle"
         self._places: Tensor | None = None
@@ -186,6 +203,11 @@ class Unit:
         """Where in the order of forward the unit ran, once for each of its calls."""
         self._reduced: Tensor | None = None
         """The shard's gradients while they are summed over ``copying``."""
+
+    @property
+    def adds_up_whole(self) -> bool:
+        """Whether micro-batches add up gradients of whole parameters."""
+        return self.reduced != "micro_batch"
 
     def add(self, sharded: _Sharded) -> tuple[int, ...]:
         """Include a parameter. Return the shape of its first shard, the largest."""
@@ -241,7 +263,8 @@ class Unit:
         self.sharding.shards[gathered] = self.sharding.shards.pop(sharded.parameter)
         memory = gathered.parts if isinstance(gathered, GatheredWeight) else [gathered]
         self.sharding.recorder.label(memory, PARAMETERS)
-        self.sharding.add_up(gathered, sharded.parameter)
+        if self.adds_up_whole:
+            self.sharding.add_up(gathered, sharded.parameter)
         return gathered
 
     def before(self, module: nn.Module | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -266,7 +289,7 @@ class Unit:
             return
         runs_again = in_backward()
         if not runs_again:
-            self._places = None
+            self._free()
             self._indices.append(len(self.order.forward))
             self.order.forward.append(self)
         self._state = "idle"
@@ -279,10 +302,10 @@ class Unit:
     def reduce(self) -> None:
         """Free the parameters, after the backward of the module, and reduce their gradients, if it is time."""
         self._state = "done"
-        self._places = None
-        if self.sharding.reduced == "micro_batch":
+        self._free()
+        if self.reduced == "micro_batch":
             self._reduce()
-        elif self.sharding.reduced == "step":
+        elif self.reduced == "step":
             self.reduce_once()
 
     def reduce_once(self) -> None:
@@ -290,9 +313,9 @@ class Unit:
         with done_for_step():
             self._reduce()
 
-    def give_gradients(self, *, sharded: bool) -> None:
+    def give_gradients(self) -> None:
         """Have gradients of earlier micro-batches: of this rank's shard, or of the parameters."""
-        if sharded:
+        if not self.adds_up_whole:
             self.grads = torch.empty(self.elements // self.shards)
             return
         for parameter in (each for each in self.parameters if each.requires_grad):
@@ -329,7 +352,8 @@ class Unit:
 
     def end(self) -> None:
         """End the backward of the model."""
-        if self._state != "done":
+        has_run = not self._to_gather  # what a layer that does not run reduces counts where one like it does
+        if has_run and self._state != "done":
             self.reduce()
         self._state = "idle"
         self._indices.clear()
@@ -353,6 +377,9 @@ class Unit:
         """Make the parameters' memory from a flat buffer of an all-gather, one that was begun ahead if there is one."""
         if self._places is not None:
             return
+        if self.is_kept:
+            self._gather_once()
+            return
         arrived = self._all_gather() if self._ahead is None else self._ahead
         self._ahead = None
         if in_forward:
@@ -363,6 +390,30 @@ class Unit:
         if in_forward:
             self.order.gathered = arrived
 
+    def _gather_once(self) -> None:
+        """Make the parameters' memory, that of operands of a step. Buffers count where this micro-batch gathers."""
+        arrived = None
+        with done_for_step():
+            if self.sharding.is_first:
+                encoded = self._buffer(self._encoded)
+                cast = self._buffer(self._cast)
+                arrived = self._buffer(self._nbytes)
+                del encoded, cast
+                self.order.gathered = None
+            with made_for_step():
+                self._places = torch.empty(self._nbytes, dtype=torch.uint8)
+            if self.sharding.is_first:
+                self._buffer(self._reordered)
+                self.order.gathered = arrived
+            self.sharding.operations.moved(3 * self._encoded)
+            self._note_all_gather()
+            self.sharding.operations.moved(2 * (self._nbytes + self._reordered))
+
+    def _free(self) -> None:
+        """Free the parameters, behind a pass through the unit."""
+        if not self.is_kept:
+            self._places = None
+
     def _all_gather(self) -> Tensor:
         """Flat buffer of an all-gather. What it sends is made before, and freed when it has arrived."""
         if self._codes is None:
@@ -371,11 +422,15 @@ class Unit:
                 self.sharding.operations.moved(3 * self._encoded)
         cast = self._buffer(self._cast)
         arrived = self._buffer(self._nbytes)
+        self._note_all_gather()
+        del cast
+        return arrived
+
+    def _note_all_gather(self) -> None:
+        """Note the transfer, and the copies into its buffer."""
         sent = self._nbytes // self.shards
         self.sharding.operations.moved(2 * sent + 3 * self._cast)
         self.sharding.operations.sent_to_all("all-gather", self.sharing, sent)
-        del cast
-        return arrived
 
     def _buffer(self, nbytes: int) -> Tensor:
         """Memory that FSDP allocates for gathered parameters."""

@@ -126,7 +126,8 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
 
     A micro-batch behind the first one begins with gradients, and needs more than the first. In a pipeline, a pass
     before there are gradients may have more micro-batches in flight than any pass later, so there both are measured.
-    So are both where passes are merged: of two micro-batches, the only pair begins without gradients.
+    So are both where passes are merged: of two micro-batches, the only pair begins without gradients; and where weights
+    are gathered once a step, in the first micro-batch.
     """
     with _recorded(assembly, count, position, gradients=count > 1) as (batch, layout, shared):
         batch.forward()
@@ -142,11 +143,12 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
         if assembly.spec.train.graphs == "step":
             peaks.append(evolve(peaks[0], passing=peaks[0].passing + ledger.held.step_passing))
         ledger = evolve(ledger, regions=regions, work=tuple(batch.work()), pools=pools)
+        gathers_once = batch.gathers_once
     if assembly.spec.train.graphs == "step":
         beside_graph = peaks[0].passing + _evaluation(assembly, position, ledger.held.batch // (2 * count))
         peaks.append(evolve(peaks[0], place=EVALUATION, passing=beside_graph))
     has_schedule = assembly.layout.sizes.get("pp", 1) > 1 or assembly.parts.pipeline.merges
-    if has_schedule and count > 1:
+    if (has_schedule or gathers_once) and count > 1:
         with _recorded(assembly, count, position, gradients=False) as (batch, _, _):
             batch.forward()
             batch.backward()

@@ -63,9 +63,10 @@ class MicroBatch:
         self.recorder = recorder
         train = assembly.spec.train
         is_played = layout.size("pp") > 1 or assembly.parts.pipeline.merges or train.delay_wgrads
-        self._reduced: Reduced = "micro_batch"
-        if train.reduce_gradients == "step" and count > 1:
-            self._reduced = "pipeline" if is_played else "step"
+        self._reduced_once: Reduced = "micro_batch"
+        if count > 1:
+            self._reduced_once = "later" if is_played or not gradients else "step"
+        self._is_first = not gradients
         self.operations = Operations(recorder, layout)
         self.sharding: Gathering | None = None
         model: Any = build_model(
@@ -110,7 +111,13 @@ class MicroBatch:
         self._loss: Tensor | None = None
 
     def _shard_by(self, layout: Layout) -> Any:
-        self.sharding = Gathering(layout, self.recorder, self.operations, self._reduced)
+        self.sharding = Gathering(
+            layout,
+            self.recorder,
+            self.operations,
+            reduced_once=self._reduced_once,
+            is_first=self._is_first,
+        )
         return self.sharding
 
     @property
@@ -164,9 +171,9 @@ class MicroBatch:
         if self._played is not None:
             for _, output in self._played:
                 assert output is None, "all forwards come before the first backward"
-            if self._reduced == "pipeline":
-                with recorder.places.phase("backward"), self.operations:
-                    for unit in self.units:
+            with recorder.places.phase("backward"), self.operations:
+                for unit in self.units:
+                    if unit.adds_up_whole:
                         unit.reduce_once()
         else:
             assert loss is not None, "forward comes before backward"
@@ -310,14 +317,23 @@ class MicroBatch:
         return dtype
 
     @property
+    def gathers_once(self) -> bool:
+        """Whether units keep what they gather for all micro-batches of a step: the first differs from all later."""
+        return any(unit.is_kept for unit in self.units)
+
+    @property
     def frees_gradients(self) -> bool:
-        """Whether the gradients of earlier micro-batches are freed in this one."""
-        return self._reduced == "step"
+        """Whether gradients of earlier micro-batches are freed in this one."""
+        return any(unit.reduced == "step" for unit in self.units)
 
     def main_gradients(self) -> int:
         """Bytes of all gradients between micro-batches."""
-        trained = (each for each in self.model.parameters() if each.requires_grad)
-        return sum(prod(self._summed(parameter)) * self.summed_in(parameter).itemsize for parameter in trained)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        whole = self.sharding.added_up_whole if self.sharding is not None else ()
+        shapes = [each.shape if each in whole else self.stored(each) for each in trained]
+        return sum(
+            prod(shape) * self.summed_in(parameter).itemsize for parameter, shape in zip(trained, shapes, strict=True)
+        )
 
     def summed_in(self, parameter: nn.Parameter) -> torch.dtype:
         """Dtype in which micro-batches add up the gradient of a parameter.
@@ -326,10 +342,6 @@ class MicroBatch:
         """
         shards = {} if self.sharding is None else self.sharding.shards
         return torch.float32 if parameter in shards or parameter.dim() < 2 else self._main_dtype
-
-    def _summed(self, parameter: nn.Parameter) -> Sequence[int]:
-        """Shape in which micro-batches add up the gradient of a parameter."""
-        return self.stored(parameter) if self._reduced == "micro_batch" else parameter.shape
 
 
 def as_trained(batch: Batch, train: TrainSpec) -> Batch:

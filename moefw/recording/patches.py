@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -62,9 +63,10 @@ def resizes_told(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
 
 @contextmanager
 def fsdp_told(
-    gathering: Callable[[], AbstractContextManager[None]], reducing: Callable[[], AbstractContextManager[None]]
+    gathering: Callable[[nn.Module], AbstractContextManager[None]],
+    reducing: Callable[[nn.Module], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Enter ``gathering`` while FSDP gathers parameters, and ``reducing`` while it reduces gradients.
+    """Enter ``gathering`` while FSDP gathers parameters, and ``reducing`` while it reduces gradients, of a unit.
 
     While DTensor computes shapes, no dispatch mode is active: its operators are not the model's.
     """
@@ -72,14 +74,27 @@ def fsdp_told(
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    def called_inside(
-        entered: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with entered():
-                return function(*args, **kwargs)
+    def gathering_inside(function: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(group: Any, *args: Any, **kwargs: Any) -> Any:
+            with gathering(group.modules[0]):
+                return function(group, *args, **kwargs)
 
-        return wrapper
+        return gather
+
+    behind_backward: list[nn.Module] = []
+    post_backward = FSDPParamGroup.post_backward
+    foreach_reduce = vars(_fsdp_param_group)["foreach_reduce"]
+
+    def with_unit_known(group: Any, *unused: Any) -> None:
+        behind_backward.append(group.modules[0])
+        try:
+            post_backward(group, *unused)
+        finally:
+            behind_backward.pop()
+
+    def reduce_inside(*args: Any, **kwargs: Any) -> Any:
+        with reducing(behind_backward[-1]):
+            return foreach_reduce(*args, **kwargs)
 
     compute_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -90,8 +105,8 @@ def fsdp_told(
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ShardingPropagator, compute_shapes.__name__, compute_shapes_unseen))
         for name in ("unshard", "wait_for_unshard"):
-            function = called_inside(gathering, getattr(FSDPParamGroup, name))
+            function = gathering_inside(getattr(FSDPParamGroup, name))
             stack.enter_context(mock.patch.object(FSDPParamGroup, name, function))
-        reduce = called_inside(reducing, vars(_fsdp_param_group)["foreach_reduce"])
-        stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", reduce))
+        stack.enter_context(mock.patch.object(FSDPParamGroup, "post_backward", with_unit_known))
+        stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", reduce_inside))
         yield

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefw.core.records import Action
 from moefw.core.stages import Batch
@@ -79,8 +79,8 @@ def traced(
             yield TracedSections(tracer, sections)
 
 
-def _purpose(tracer: Tracer, purpose: Any) -> Callable[[], AbstractContextManager[None]]:
-    return lambda: tracer.for_purpose(purpose)
+def _purpose(tracer: Tracer, purpose: Any) -> Callable[[nn.Module], AbstractContextManager[None]]:
+    return lambda unit: tracer.for_purpose(purpose)
 
 
 @contextmanager

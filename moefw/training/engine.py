@@ -17,7 +17,7 @@ from moefw.compose.router_steps import stays
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
-from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
+from moefw.runtime.compute.weights import FORWARD
 from moefw.runtime.graphs import CudaGraphs, Graphs
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.parallel.gradients import Gradients
@@ -26,7 +26,7 @@ from moefw.system.stamps import stamp
 from moefw.training.amax_meters import Meters
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.graphed_run import GraphedRun, OnFailure
-from moefw.training.micro_batches import Clock, Run, in_order, run_of
+from moefw.training.micro_batches import Clock, Run, in_order, passes_share, run_of
 from moefw.training.step_sums import Attempt, Tally
 from moefw_kernels.devices import on_device
 
@@ -100,7 +100,6 @@ class Engine:
         keep_routes: bool = False,
         run: Run | None = None,
         main_gradients: str = "float32",
-        reduce_gradients: str = "micro_batch",
         delay_wgrads: bool = False,
         graphs: Graphs | None = None,
         on_failed_capture: OnFailure = "stop",
@@ -124,7 +123,6 @@ class Engine:
             self.run = run or run_of(
                 model,
                 keep_routes=keep_routes,
-                reduce_once=reduce_gradients == "step",
                 delay_wgrads=delay_wgrads,
                 when_finished=self.gradients.start if self.gradients.start_early else None,
             )
@@ -154,7 +152,6 @@ class Engine:
             on_bad_step=train.on_bad_step,
             keep_routes=train.record_routes,
             main_gradients=train.main_gradients,
-            reduce_gradients=train.reduce_gradients,
             delay_wgrads=train.delay_wgrads,
             graphs=CudaGraphs() if train.graphs == "step" else None,
             on_failed_capture=train.on_failed_capture,
@@ -304,7 +301,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
     was_training = model.training
     model.eval()
     tally = Tally(next(model.parameters()).device)
-    with shared_by_micro_batches(model.parameters(), FORWARD):
+    with passes_share(model, FORWARD):
         for number, batch in enumerate(batches, 1):
             stamp(f"evaluation batch {number} of {len(batches)}")
             # No name: what a layer returns would stay until the next batch is done.

@@ -12,10 +12,11 @@ from moefw.core.data import DataSource
 from moefw.core.errors import DataError
 from moefw.core.stages import Batch
 from moefw.models.past import Past
-from moefw.runtime.compute.weights import FORWARD, shared_by_micro_batches
+from moefw.runtime.compute.weights import FORWARD
 from moefw.runtime.finite import is_finite
 from moefw.system.stamps import stamp
 from moefw.training.errors import NotFiniteError
+from moefw.training.micro_batches import passes_share
 
 RECOMPUTES: Final = "no past is kept (moefw.CachedAttention, cp 1), so each token is generated from all before it"
 
@@ -49,7 +50,7 @@ def generate(
     was_training = model.training
     model.eval()
     read = Reader(model, window)
-    with shared_by_micro_batches(model.parameters(), FORWARD):
+    with passes_share(model, FORWARD):
         for _ in range(tokens):
             stamp("sampling text")
             logits_V = read(ids)[: data.vocab_size]

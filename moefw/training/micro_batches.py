@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
 
-from moefw.core.records import PASSES, Action, Pair
+from moefw.core.records import PASSES, Action, Pair, Pass, Zero
 from moefw.core.stages import Batch
-from moefw.runtime.compute.weights import shared_by_micro_batches
+from moefw.runtime.compute.weights import TRAINING, Accumulator, shared_by_micro_batches
 from moefw.runtime.pipeline.player import Player
 from moefw.runtime.pipeline.stage import Pipelined
 from moefw.system.stamps import stamp
@@ -39,25 +39,18 @@ def run_of(
     model: nn.Module,
     *,
     keep_routes: bool = False,
-    reduce_once: bool = False,
     delay_wgrads: bool = False,
     when_finished: WhenFinished | None = None,
 ) -> Run:
     """How a model trains: its pipeline, or one micro-batch behind the other.
 
-    ``keep_routes``: see :class:`Tally`. ``reduce_once``: FSDP reduces gradients once, not after each backward.
-    ``delay_wgrads``, ``when_finished``: see :class:`moefw.runtime.pipeline.player.Player`.
+    ``keep_routes``: see :class:`Tally`. ``delay_wgrads``, ``when_finished``: see
+    :class:`moefw.runtime.pipeline.player.Player`.
     """
-    plain = in_order(model, keep_routes=keep_routes, reduce_once=reduce_once)
+    plain = in_order(model, keep_routes=keep_routes)
     if not isinstance(model, Pipelined):
         return plain
-    played = in_stages(
-        model,
-        keep_routes=keep_routes,
-        reduce_once=reduce_once,
-        delay_wgrads=delay_wgrads,
-        when_finished=when_finished,
-    )
+    played = in_stages(model, keep_routes=keep_routes, delay_wgrads=delay_wgrads, when_finished=when_finished)
     if delay_wgrads or when_finished is not None or not model.link.is_whole:
         return played
     link = model.link
@@ -73,11 +66,12 @@ def in_stages(
     model: Any,
     *,
     keep_routes: bool = False,
-    reduce_once: bool = False,
     delay_wgrads: bool = False,
     when_finished: WhenFinished | None = None,
 ) -> Run:
     """Run of this rank's stages of a ``Pipelined``, in the order of the pipeline's schedule."""
+    zeros = _zeros_of(model)
+    root_zero: set[Zero] = _zeros_of(model, root_alone=True)
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
@@ -98,20 +92,21 @@ def in_stages(
             with clock("gradients"):
                 when_finished(parameters)
 
-        once = reduce_once and len(batches) > 1
+        once = 1 in zeros and len(batches) > 1
+        each = bool(zeros - {1}) or not once
         player = Player(
             model,
             batches,
             delay_wgrads=delay_wgrads,
             when_finished=None if when_finished is None else finished,
         )
-        with _gathered(model), _adding_up(model, unsharded=once) as reduce_next:
+        with _gathered(model), passes_share(model, added_up=once) as reduce_next:
             for entry, output in player.play(around):
                 if output is not None:
                     tally.add(output, entry.passes[0].micro_batch)
-                if entry.passes[-1].kind != "F" and not once:
+                if entry.passes[-1].kind != "F" and each:
                     with clock(PASSES[entry.passes[-1].kind]):
-                        _reduce_pass(model)
+                        _reduce_pass(model, with_root=not (once and 1 in root_zero))
             if once:
                 with clock(PASSES["W"]):
                     stamp("reduction of gradients")
@@ -131,40 +126,67 @@ def _gathered(model: Any) -> AbstractContextManager[None]:
     return gathered(model)
 
 
-def _reduce_pass(model: Any) -> None:
+def _reduce_pass(model: Any, *, with_root: bool = True) -> None:
     """Reduce the gradients that the backward of a pass has left."""
     if _is_sharded(model):
         from moefw.runtime.parallel.sharding import reduce_pass
 
-        reduce_pass(model)
+        reduce_pass(model, with_root=with_root)
 
 
 @contextmanager
-def _adding_up(model: Any, *, unsharded: bool) -> Iterator[Callable[[], None]]:
-    """Enter the block of a step's micro-batches. Yield what lets the next backward reduce ``unsharded`` gradients."""
-    if not (unsharded and _is_sharded(model)):
-        with shared_by_micro_batches(model.parameters()):
+def passes_share(
+    model: nn.Module, passes: Sequence[Pass] = TRAINING, *, added_up: bool = False
+) -> Iterator[Callable[[], None]]:
+    """Enter a block of passes that share operands of weights, and the gathered weights of ZeRO 1 and 2.
+
+    ``passes``: those for which operands are made. ``added_up``: micro-batches add up the gradients of ZeRO 1 whole.
+    Yield what lets the next backward reduce these. Weights must not change in the block.
+    """
+    if not _is_sharded(model):
+        with shared_by_micro_batches(model.parameters(), passes):
             yield lambda: None
         return
     from moefw.runtime.parallel.unsharded_gradients import added_up_unsharded
+    from moefw.runtime.parallel.zero import kept, sharded_parameters
 
-    with (
-        added_up_unsharded(model) as (gathered, reduce_next),
-        shared_by_micro_batches(model.parameters(), gathered=gathered),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(kept(model))
+        gathered: Mapping[nn.Parameter, Accumulator] = {}
+        reduce_next: Callable[[], None] = _nothing
+        if added_up:
+            gathered, reduce_next = stack.enter_context(added_up_unsharded(model))
+        # What a rank sends of a weight that is gathered once need not be kept for another time.
+        gathered_once = sharded_parameters(model, 1, 2)
+        shared = [parameter for parameter in model.parameters() if parameter not in gathered_once]
+        stack.enter_context(shared_by_micro_batches(shared, passes, gathered=gathered))
         yield reduce_next
 
 
-def _is_sharded(model: Any) -> bool:
-    return hasattr(model, "unshard")
+def _nothing() -> None:
+    """Nothing to do."""
 
 
-def in_order(model: nn.Module, *, keep_routes: bool = False, reduce_once: bool = False) -> Run:
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP shards parameters of a model, without the second that importing it takes."""
+    return any(hasattr(module, "unshard") for module in model.modules())
+
+
+def _zeros_of(model: nn.Module, *, root_alone: bool = False) -> set[Zero]:
+    """Stages of ZeRO of the units of a model, or of the unit around them; empty if there are none."""
+    if not _is_sharded(model):
+        return set()
+    from moefw.runtime.parallel.zero import units, zero_of
+
+    return {zero_of(unit) for unit in units(model) if unit is model or not root_alone}
+
+
+def in_order(model: nn.Module, *, keep_routes: bool = False) -> Run:
     """Run of each micro-batch forward and backward before the next."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
-        with _adding_up(model, unsharded=reduce_once and len(batches) > 1) as reduce_next:
+        with passes_share(model, added_up=len(batches) > 1) as reduce_next:
             for number, batch in enumerate(batches):
                 if number == len(batches) - 1:
                     reduce_next()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from moefw.runtime.parallel.local_shards import sharded_sides
 from moefw.tracing.clocks import clock_of
 from moefw.tracing.options import TraceOptions
 from moefw.tracing.ranges import NvtxRanges, OperatorRanges
@@ -73,7 +74,7 @@ class StepTraces:
             return
         if self._tracer is None:
             self._tracer = self._open()
-        is_sharded = hasattr(self._session.model, "unshard")
+        is_sharded = bool(sharded_sides(self._session.layout))
         with traced(self._tracer, number, clock, optimizer=optimizer, is_sharded=is_sharded) as sections:
             yield sections
         if number == self._steps[-1]:

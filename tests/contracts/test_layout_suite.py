@@ -33,6 +33,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (layouts.Selfish, "copies_are_rows", "of them says"),
     (layouts.BackwardRows, "copies_are_rows", "ranks ascend along a row"),
     (layouts.BackwardCopies, "copies_are_rows", "and from row to row in one place"),
+    (layouts.Unsharded, "copies_are_rows", "zero('dense') is 0: a stage of ZeRO is 1, 2 or 3"),
     (layouts.OpensAgain, "opened_groups", "are the same ranks and have two groups"),
     (layouts.OpensOthers, "opened_groups", "is this rank alone, and should be None"),
     (layouts.HasNoNodes, "opened_groups", "ranks_per_node is 0"),

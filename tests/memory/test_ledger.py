@@ -68,14 +68,18 @@ def test_a_rank_of_256_with_all_layers_of_qwen3_235b_holds_what_the_ledger_says(
     check(qwen3_235b(94))
 
 
-def test_weights_gathered_as_codes_take_fewer_bytes() -> None:
+@pytest.mark.parametrize("zero", [3, *deep(1, 2)])
+def test_weights_gathered_as_codes_take_fewer_bytes(zero: int) -> None:
     """A recorder does not see the storage of a master that FSDP has cut, so the measured peak lacks these bytes."""
-    assembly = assembly_of(CODES_GATHERED, 4)
+    parallel = {side: {**mesh, "zero": zero} for side, mesh in CODES_GATHERED["parallel"].items()}
+    assembly = assembly_of({**CODES_GATHERED, "parallel": parallel}, 4)
     measured, found = measure(assembly), ledger(assembly, micro_batches=2)
     unseen = found.held.parameters - measured.held["parameters"]
     assert found.totals["saved"] == pytest.approx(measured.saved_bytes, rel=SAVED)
     assert found.peak is not None
-    assert found.peak.gathered == pytest.approx(measured.peak_held["gathered"], rel=0.001)
+    gathered = {kind: measured.peak_held.get(kind, 0) for kind in ("gathered", "operands")}
+    assert found.peak.gathered == pytest.approx(gathered["gathered"], rel=0.001)
+    assert found.peak.operands == pytest.approx(gathered["operands"], rel=0.001)
     assert found.peak_bytes == pytest.approx(measured.peak + unseen, rel=PEAK)
 
 

@@ -25,7 +25,7 @@ from moefw.core.errors import PlanError, Problem
 from moefw.core.plugin import LayoutPlugin
 from moefw.core.site import Dims, Machine
 from moefw.plugins.parallel.coupled import Coupled
-from moefw.plugins.parallel.folded import DenseMesh, Folded
+from moefw.plugins.parallel.folded import DenseMesh, ExpertMesh, Folded
 from moefw.runtime.parallel.meshes import MeshPlan
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "parallel-layouts.md").read_text()
@@ -104,6 +104,31 @@ def test_an_error_names_a_number_that_helps(data: st.DataObject, dp: int | None,
         assert problem.what.startswith(f"{world} ranks do not fit")
         smaller = {} if dp else shards
         assert folded(**sizes, **smaller, dp=dp).plan(number).world == number
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ("{dense: {zero: 2}, experts: {shard: all, zero: 1}}", "parallel.dense.zero: zero 2 says how long"),
+        ("{dense: {shard: all}, experts: {zero: 1}}", "parallel.experts.zero: zero 1 says how long"),
+        ("{use: coupled, zero: 2}", "parallel.zero: zero 2 says how long"),
+        ("{dense: {shard: all, zero: 0}}", "parallel.dense.zero: 0 is not one of the choices. Known: 1, 2, 3."),
+    ],
+)
+def test_a_stage_of_zero_without_shards_is_refused(tmp_path: Path, parallel: str, says: str) -> None:
+    (tmp_path / "spec.yaml").write_text(f"parallel: {parallel}")
+    done = CliRunner().invoke(cli, ["check", str(tmp_path / "spec.yaml")])
+    assert done.exit_code
+    assert says in str(done.exception)
+
+
+def test_a_stage_of_zero_may_stay_where_a_small_world_has_one_copy() -> None:
+    layout = Folded(dense=DenseMesh(shard="all", zero=1), experts=ExpertMesh(shard="all", zero=2))
+    for world in (1, 4):
+        plan = layout.plan(world)
+        assert (plan.zero("dense"), plan.zero("experts")) == (1, 2)
+    both = Coupled(shard="all", zero=2).plan(4)
+    assert (both.zero("dense"), both.zero("experts")) == (2, 2)
 
 
 @pytest.mark.parametrize(

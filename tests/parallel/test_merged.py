@@ -47,6 +47,10 @@ WORLDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "2 ranks": (2, {"experts": {"ep": 2}}),
     "4 ranks": (4, {"dense": {"dp": 2, "tp": 2}, "experts": {"ep": 4}}),
     "4 ranks, sharded": (4, {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}}),
+    "4 ranks, dense weights gathered and reduced once": (
+        4,
+        {"dense": {"shard": "all", "zero": 1}, "experts": {"ep": 2, "shard": "all"}},
+    ),
 }
 BUDGET = {"use": "hybridep", "backend": "torch", "rank_capacity": 4.0, "on_overflow": "rerun"}
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -59,7 +63,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     },
     "nvfp4": {"precision": {"use": "nvfp4", "backend": "emulate"}},
     "gradients in bf16": {"train": {"main_gradients": "bfloat16"}},
-    "reduced once": {"train": {"reduce_gradients": "step"}},
     "loop": {"gemm": {"use": "loop"}},
 }
 QUICK = (
@@ -70,9 +73,9 @@ QUICK = (
     ("deepep", "2 ranks", "gradients in bf16"),
     ("hybridep", "2 ranks", "stash"),
     ("allgather", "4 ranks", "offload"),
-    ("deepep", "4 ranks, sharded", "reduced once"),
+    ("deepep", "4 ranks, dense weights gathered and reduced once", "plain"),
 )
-"""Each dispatcher, world and way, the ways that take long on few ranks."""
+"""Each dispatcher and way, and each world but one like another, the ways that take long on few ranks."""
 
 
 def case_of(
@@ -311,18 +314,17 @@ def all_fsdp_calls(cases: Sequence[LayerCase]) -> list[Counter[str]]:
     return [fsdp_calls(case) for case in cases]
 
 
-@pytest.mark.parametrize("reduced", ["micro_batch", *deep("step")])
-def test_fsdp_gathers_ahead_and_reduces_as_in_plain_order(pool: RankPool, reduced: str) -> None:
-    parallel = WORLDS["4 ranks, sharded"][1]
-    train = {"reduce_gradients": reduced}
-    plain = case_of(4, parallel=parallel, train=train)
+@pytest.mark.parametrize("zero", [3, *deep(1, 2)])
+def test_fsdp_gathers_ahead_and_reduces_as_in_plain_order(pool: RankPool, zero: int) -> None:
+    parallel = {side: {**mesh, "zero": zero} for side, mesh in WORLDS["4 ranks, sharded"][1].items()}
+    plain = case_of(4, parallel=parallel)
     cases = (
         plain,
-        case_of(4, parallel=parallel, train=train, pipeline=MERGED),
-        case_of(4, parallel=parallel, train={**train, "delay_wgrads": True}, pipeline=MERGED),
+        case_of(4, parallel=parallel, pipeline=MERGED),
+        case_of(4, parallel=parallel, train={"delay_wgrads": True}, pipeline=MERGED),
     )
     layers = SIZES["num_layers"] + SIZES["mtp_layers"]
-    later = layers * MICRO_BATCHES if reduced == "micro_batch" else 0
+    later = layers * MICRO_BATCHES if zero > 1 else 0
     """Weights whose gradients are delayed are reduced behind the pass, the others of their layer with its backward."""
     for in_order, merged_calls, delayed in pool.run(all_fsdp_calls, 4, cases):
         for calls in (merged_calls, delayed):

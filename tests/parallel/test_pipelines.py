@@ -327,13 +327,17 @@ PLANNED: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "interleaved": (2, 4, {"parallel": {"pp": 2}}),
     "zero-bubble": (2, 4, {"parallel": {"pp": 2}}),
     "1f1b, sharded": (4, 3, {"parallel": {"pp": 2, "dense": {"shard": "all"}, "experts": {"ep": 2}}}),
-    "1f1b, sharded, reduced once": (
+    "1f1b, gathered and reduced once": (
         4,
         3,
         {
-            "parallel": {"pp": 2, "dense": {"shard": "all"}, "experts": {"ep": 2}},
-            "train": {**TRAIN, "reduce_gradients": "step"},
+            "parallel": {"pp": 2, "dense": {"shard": "all", "zero": 1}, "experts": {"ep": 2}},
         },
+    ),
+    "1f1b, gathered once": (
+        4,
+        3,
+        {"parallel": {"pp": 2, "dense": {"shard": "all", "zero": 2}, "experts": {"ep": 2}}},
     ),
     "1f1b, recomputed": (4, 4, {"parallel": {"pp": 2, "dense": {"tp": 2}, "experts": {"ep": 2}}, "memory": RECOMPUTE}),
 }

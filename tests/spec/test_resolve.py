@@ -338,7 +338,8 @@ class TestResolvedSpec:
             "train.freeze": None,  # only with weights
             "train.frozen_weights": None,  # only where some are frozen
             "train.main_gradients": "bfloat16",
-            "train.reduce_gradients": "step",
+            "parallel.dense.zero": None,  # only with shards
+            "parallel.experts.zero": None,
             "train.replay_routes": "folder",
             "model.dense_layers": None,
             "model.pad_id": 3,

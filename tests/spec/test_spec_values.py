@@ -44,6 +44,11 @@ class TestValues:
             ("routing: {score: null}", "null is not one of the choices. Known: sigmoid, softmax, sqrtsoftplus."),
             ("train: {stepz: 3}", "'stepz' is not an option here. Did you mean 'steps'?"),
             (
+                "train: {reduce_gradients: step}",
+                "'reduce_gradients' is not an option here. The layout says when FSDP reduces gradients, for each mesh: "
+                "parallel.dense.zero: 1 and parallel.experts.zero: 1",
+            ),
+            (
                 "zzz: 3",
                 "'zzz' is not an option here. Known: adapter, attention, context_parallel, data, dispatch, gemm, ",
             ),

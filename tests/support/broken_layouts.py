@@ -136,6 +136,13 @@ class BackwardCopies(PlainPlan):
         return super().copies(rank, side)[::-1]
 
 
+class Unsharded(PlainPlan):
+    """Plan that means by stage 0 that nothing is sharded."""
+
+    def zero(self, side: Side) -> Any:
+        return 0
+
+
 class _WastefulLayout(OpenedLayout):
     def open(self, ranks: tuple[int, ...]) -> Any:
         self._opened.clear()

@@ -1,9 +1,14 @@
-"""What ranks send each other when FSDP gathers a unit."""
+"""What ranks send each other when FSDP gathers a unit, and how often it does."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -19,3 +24,29 @@ class Gathers(TorchDispatchMode):
             assert "gather" in func.name(), func
             self.nbytes += args[1].nbytes
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def gathers_counted() -> Iterator[Counter[str]]:
+    """Count how often each unit is gathered in this block, by its name in the model; that of the root is empty."""
+    counts: Counter[str] = Counter()
+    unshard = fsdp.FSDPParamGroup.unshard
+    gather = vars(fsdp)["foreach_all_gather"]
+    names: list[str] = []
+
+    def named(group: Any, *args: Any, **kwargs: Any) -> None:
+        names.append(group._module_fqn or "")
+        try:
+            unshard(group, *args, **kwargs)
+        finally:
+            names.pop()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[names[-1]] += 1
+        return gather(*args, **kwargs)
+
+    with (
+        mock.patch.object(fsdp.FSDPParamGroup, "unshard", named),
+        mock.patch.object(fsdp, "foreach_all_gather", counted),
+    ):
+        yield counts

@@ -111,6 +111,12 @@ def offload(*regions: str) -> dict[str, Any]:
     return {"use": "offload", "regions": list(regions), "min_bytes": 1}
 
 
+def zeros(dense: int, experts: int) -> dict[str, Any]:
+    """Return the layout of ``SHARED_OUT`` with these stages of ZeRO."""
+    parallel = SHARED_OUT["parallel"]
+    return {"dense": {**parallel["dense"], "zero": dense}, "experts": {**parallel["experts"], "zero": experts}}
+
+
 def emulated(use: str, **options: Any) -> dict[str, Any]:
     return {"use": use, "backend": "emulate", **options}
 
@@ -222,7 +228,17 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         4,
     ),
     "gradients reduced once": (
-        {**SHARED_OUT, "train": {**TRAIN, "reduce_gradients": "step"}},
+        {**SHARED_OUT, "parallel": zeros(1, 1)},
+        8,
+    ),
+    "weights gathered once": ({**SHARED_OUT, "parallel": zeros(2, 2)}, 8),
+    "dense gathered and reduced once": ({**SHARED_OUT, "parallel": zeros(1, 3)}, 8),
+    "experts gathered and reduced once": ({**SHARED_OUT, "parallel": zeros(3, 1), "train": LONGER}, 8),
+    "gathered once, one micro-batch": ({**SHARED_OUT, "parallel": zeros(1, 2), "train": BRIEF}, 8),
+    "gathered once, six layers": ({**SHARED_OUT, "parallel": zeros(2, 1), "model": LONG}, 8),
+    "gathered once, recomputed": ({**SHARED_OUT, "parallel": zeros(2, 2), "memory": [recompute("layer")]}, 8),
+    "gathered once, experts and embedding frozen": (
+        {**SHARED_OUT, "parallel": zeros(1, 2), "train": {**TRAIN, **FROZEN}},
         8,
     ),
     "experts and embedding frozen": ({**ONCE_A_RANK, "train": {**TRAIN, **FROZEN}}, 4),
@@ -274,7 +290,7 @@ QUICK = (
     "static rows, pages",
     "in parts, groups filled",
     "packs of documents that ranks share",
-    "gradients reduced once",
+    "experts gathered and reduced once",
     "sharded, experts and embedding frozen",
     "a third party's dispatcher and memory policy",
 )

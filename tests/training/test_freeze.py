@@ -173,8 +173,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2, a stage that has nothing to train": {"parallel": {"pp": 2}, "pipeline": {"use": "1f1b"}},
     "FSDP": {"parallel": {"dense": {"shard": "all"}, "experts": {"shard": "all"}}},
     "FSDP, reduced once": {
-        "parallel": {"dense": {"shard": "all"}, "experts": {"ep": 2}},
-        "train": {"reduce_gradients": "step"},
+        "parallel": {"dense": {"shard": "all", "zero": 1}, "experts": {"ep": 2}},
     },
     "tp 2 and etp 2": {"parallel": {"dense": {"tp": 2}, "experts": {"etp": 2}}},
     "cp 2": {"parallel": {"dense": {"cp": 2}, "experts": {"ep": 2}}},

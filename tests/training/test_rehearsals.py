@@ -71,8 +71,7 @@ CASES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "shards, reduced once": (
         2,
         {
-            "parallel": {"dense": {"shard": "all"}, "experts": {"ep": 2, "shard": "all"}},
-            "train": {"reduce_gradients": "step"},
+            "parallel": {"dense": {"shard": "all", "zero": 1}, "experts": {"shard": "all", "zero": 2}},
         },
     ),
     "stages, weight gradients later": (

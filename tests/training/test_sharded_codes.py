@@ -83,7 +83,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "offloaded": {"memory": [{"use": "offload", "regions": ["experts"], "min_bytes": 1}]},
     "dora": {"adapter": DORA},
     "experts alone": {"parallel": {"experts": {"shard": "all"}}},
-    "reduced once": {"train": {"reduce_gradients": "step", "tokens_per_step": 128}},
+    "gathered once": {
+        "parallel": {"dense": {"shard": "all", "zero": 2}, "experts": {"shard": "all", "zero": 2}},
+    },
+    "reduced once": {
+        "parallel": {"dense": {"shard": "all", "zero": 1}, "experts": {"shard": "all", "zero": 1}},
+        "train": {"tokens_per_step": 128},
+    },
 }
 
 

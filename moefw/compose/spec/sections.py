@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 from attrs import Attribute, field, frozen
@@ -20,6 +20,10 @@ RESERVED = ("use", "preset")
 class TrainSpec:
     """Length and hyperparameters of training. Token counts are global."""
 
+    left_out: ClassVar[Mapping[str, str]] = {
+        "reduce_gradients": "The layout says when FSDP reduces gradients, for each mesh: parallel.dense.zero: 1 and "
+        "parallel.experts.zero: 1 (parallel.zero: 1 of coupled) reduce them once a step, and gather weights once, too."
+    }
     weights: str | None = None
     """Hugging Face folder of the weights to start from; ``model.preset`` may be the same one. null: random weights."""
     freeze: tuple[str, ...] = ()
@@ -76,11 +80,6 @@ class TrainSpec:
     """Dtype in which micro-batches add up the gradients of matrices that FSDP does not shard.
 
     They are fp32 when they are summed over ranks, and for the optimizer.
-    """
-    reduce_gradients: Literal["micro_batch", "step"] = "micro_batch"
-    """Time at which FSDP reduces gradients: after each micro-batch, or once a step.
-
-    With ``step``, ranks first add up those of all micro-batches, in fp32 and of whole parameters.
     """
     delay_wgrads: bool = False
     """Whether backward computes weight gradients of matrices while rows of experts travel between ranks.

@@ -10,6 +10,7 @@ from attrs import frozen
 
 from moefw.core.errors import PlanError
 from moefw.core.facts import Need, need
+from moefw.core.records import Zero
 
 
 @final
@@ -53,6 +54,18 @@ def shards_validator(_: object, option: Any, value: int | Literal["all"]) -> Non
     """Raise ValueError unless the value is "all" or a number of ranks. The attrs validator of a :class:`Sharing`."""
     if value != "all" and value < 1:
         raise ValueError(f"{option.name} {value} is less than one rank. Use a number from 1, or all.")
+
+
+def zero_validator(sizes: Any, option: Any, value: Zero) -> None:
+    """Raise ValueError on a stage of ZeRO below 3 without parameters that are sharded: it would have no effect.
+
+    The attrs validator of ``zero``, beside options ``shard`` and perhaps ``expert_shard``.
+    """
+    if value != 3 and sizes.shard == 1 and getattr(sizes, "expert_shard", 1) == 1:
+        raise ValueError(
+            f"{option.name} {value} says how long weights and gradients that ranks shard are whole, and with shard: 1 "
+            f"each rank holds them whole. Set shard, or leave {option.name} out."
+        )
 
 
 def fit_world(world: int | None, *, unit: int, exactly: bool, sizes: str, sharings: Sequence[Sharing] = ()) -> int:

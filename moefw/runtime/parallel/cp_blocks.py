@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, final
 
 from moefw.core.contracts import Layout, LayoutPlan
-from moefw.core.records import Side
+from moefw.core.records import Side, Zero
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,6 +67,10 @@ class BlockPlan(LayoutPlan):
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         """Ranks that hold the same parameters as ``rank``, a row for each set that shards them."""
         return self.whole.copies(rank, side)
+
+    def zero(self, side: Side) -> Zero:
+        """Stage of ZeRO of the parameters of a mesh."""
+        return self.whole.zero(side)
 
 
 @final

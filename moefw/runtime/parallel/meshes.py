@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final, final
+from typing import Final, final, get_args
 
 from attrs import field, frozen
 
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import PluginError
-from moefw.core.records import Side
+from moefw.core.records import Side, Zero
 
 DENSE: Final = ("pp", "dp", "cp", "tp")
 EXPERT: Final = ("pp", "edp", "ep", "etp")
@@ -63,13 +63,15 @@ class Mesh:
 class MeshPlan(LayoutPlan):
     """A dense mesh and an expert mesh over the same ranks.
 
-    ``shards``: the number of ranks over which a parameter of each mesh is sharded; 1: each rank holds all of it. Raises
-    PluginError on meshes and shards that do not go together.
+    ``shards``: the number of ranks over which a parameter of each mesh is sharded; 1: each rank holds all of it.
+    ``zeros``: the stage of ZeRO of each mesh, see :meth:`LayoutPlan.zero`. Raises PluginError on meshes and shards that
+    do not go together, and on a stage that does not exist.
     """
 
     dense: Mesh
     experts: Mesh
     shards: Mapping[Side, int] = field(factory=lambda: {"dense": 1, "experts": 1})
+    zeros: Mapping[Side, Zero] = field(factory=lambda: {"dense": 3, "experts": 3})
 
     def __attrs_post_init__(self) -> None:
         dense = dict(self.dense.places)
@@ -97,6 +99,10 @@ class MeshPlan(LayoutPlan):
                 copies % num_shards == 0,
                 f"shards of {side} divide the copies: there are {num_shards} shards and {' x '.join(axes)} = {copies} "
                 "copies",
+            )
+            _require(
+                self.zeros.get(side) in get_args(Zero),
+                f"zeros names a stage of ZeRO for {side}, 1, 2 or 3: it is {dict(self.zeros)}",
             )
 
     @property
@@ -129,6 +135,10 @@ class MeshPlan(LayoutPlan):
         ranks = self.group(rank, COPIES[side])
         num_shards = self.shards[side]
         return tuple(ranks[first : first + num_shards] for first in range(0, len(ranks), num_shards))
+
+    def zero(self, side: Side) -> Zero:
+        """Stage of ZeRO of the parameters of a mesh."""
+        return self.zeros[side]
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:

@@ -22,6 +22,7 @@ from moefw.runtime.compute.coded_share import CodedShare
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.compute.primary_weights import Master
 from moefw.runtime.parallel.local_shards import even_dim, may_be_codes
+from moefw.runtime.parallel.zero import remember, roots
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -46,7 +47,8 @@ class Sharding:
     ) -> M:
         """Shard the module's parameters, gather them in ``dtype`` only while it runs, and return the module.
 
-        It runs while its ``forward``, ``logits``, ``log_probs`` or ``extend`` does.
+        It runs while its ``forward``, ``logits``, ``log_probs`` or ``extend`` does. In a step, those of ZeRO 1 and 2
+        stay gathered (:mod:`moefw.runtime.parallel.zero`).
         Units inside, and the parameters ``apart``, are not included. Gradients are reduced in fp32. With ``codec``,
         matrices that train are gathered as codes and scales. Frozen ones that are held as codes always are. Raises
         PlanError with the unit's ``name`` if the codec cannot encode one.
@@ -73,6 +75,7 @@ class Sharding:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        remember(module, self.layout.plan.zero(side))
         for method in ("logits", "log_probs", "extend"):
             if hasattr(module, method):
                 register_fsdp_forward_method(module, method)
@@ -111,11 +114,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
     FSDP2 ends each call of backward as if it were that of a whole micro-batch: it reduces what the root unit has, and
     forgets the order of units, by which it gathers the next one ahead. Here a call is one phase. So none is the last
     one before the end of this block, and the root unit reduces in :func:`reduce_pass` alone. Collective.
+
+    A model of which FSDP shards the experts alone has no root unit around them.
     """
+    roots(model)
     if not isinstance(model, FSDPModule):
         yield
         return
-    model._get_fsdp_state()._lazy_init()  # FSDP takes the first module that is called for the root
     model.unshard()
     model.set_reshard_after_backward(False, recurse=False)
     model.set_requires_gradient_sync(False, recurse=False)
@@ -131,15 +136,19 @@ def gathered(model: nn.Module) -> Iterator[None]:
         model.reshard()
 
 
-def reduce_pass(model: nn.Module) -> None:
+def reduce_pass(model: nn.Module, *, with_root: bool = True) -> None:
     """Reduce the gradients of a pass that its backward has left: those of the root unit, and late ones. Collective.
 
-    Late are those that were accumulated after the backward of their units. Call this in :func:`gathered`.
+    Late are those that were accumulated after the backward of their units. Call this in :func:`gathered`. Not
+    ``with_root``: later passes add to those of the root unit.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(True, recurse=False)
-        model._get_fsdp_state()._root_post_backward_final_callback()
-        model.set_requires_gradient_sync(False, recurse=False)
+    for unit in roots(model):
+        is_around_others = unit is model
+        if is_around_others:
+            unit.set_requires_gradient_sync(with_root, recurse=False)
+        unit._get_fsdp_state()._root_post_backward_final_callback()
+        if is_around_others:
+            unit.set_requires_gradient_sync(False, recurse=False)
 
 
 def _become_masters(unit: nn.Module, codec: WeightCodec, name: str, shards: int) -> None:

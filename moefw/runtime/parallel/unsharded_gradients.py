@@ -12,7 +12,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+
+from moefw.runtime.parallel.zero import fsdp_params, units
 
 
 @final
@@ -52,34 +53,35 @@ class UnshardedGradient:
 
 @contextmanager
 def added_up_unsharded(
-    model: Any,
+    model: nn.Module,
 ) -> Iterator[tuple[Mapping[nn.Parameter, UnshardedGradient], Callable[[], None]]]:
-    """Let a model that FSDP shards reduce no gradients in this block. Collective, if the model was never called.
+    """Let the units of ZeRO 1 of a model reduce no gradients in this block. Collective, if the model was never called.
 
-    Yield where the gradients of gathered parameters are added up, and a function that lets later backwards reduce all
-    that was added up.
+    Yield where the gradients of their gathered parameters are added up, and a function that lets later backwards reduce
+    all that was added up. Call this in :func:`moefw.runtime.parallel.zero.kept`.
     """
-    model._get_fsdp_state()._lazy_init()  # FSDP takes the first module that is called for the root
-    model.set_requires_gradient_sync(False)
+    adding_up = units(model, 1)
+
+    def reduce(now: bool) -> None:
+        for unit in adding_up:
+            unit.set_requires_gradient_sync(now, recurse=False)
+
+    reduce(False)
     try:
-        yield accumulators(model), partial(model.set_requires_gradient_sync, True)
+        yield accumulators(model), partial(reduce, True)
     finally:
-        model.set_requires_gradient_sync(True)
+        reduce(True)
 
 
 def accumulators(model: nn.Module) -> Mapping[nn.Parameter, UnshardedGradient]:
-    """Where the gradients of the gathered parameters of a model are added up."""
+    """Where the gradients of the gathered parameters of the units of ZeRO 1 of a model are added up."""
     return dict(_accumulators(model))
 
 
 def _accumulators(model: nn.Module) -> Iterator[tuple[nn.Parameter, UnshardedGradient]]:
-    for unit in model.modules():
-        if not isinstance(unit, FSDPModule):
-            continue
-        group = unit._get_fsdp_state()._fsdp_param_group
-        fsdp_params = [] if group is None else group.fsdp_params
-        if not all(hasattr(fsdp_param, "_unsharded_param") for fsdp_param in fsdp_params):
+    for unit in units(model, 1):
+        of_unit = fsdp_params(unit)
+        if not all(hasattr(fsdp_param, "_unsharded_param") for fsdp_param in of_unit):
             unit.unshard()  # FSDP2 makes a gathered parameter when it gathers it for the first time, and keeps it
-            unit.reshard()
-        for fsdp_param in fsdp_params:
+        for fsdp_param in of_unit:
             yield fsdp_param.unsharded_param, UnshardedGradient(fsdp_param)

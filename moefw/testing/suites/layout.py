@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from moefw.compose.spec.source import Marks
 from moefw.compose.spec.structure import structure
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import PlanError, PluginError, Problem
-from moefw.core.records import Side
+from moefw.core.records import Side, Zero
 from moefw.runtime.parallel.meshes import COPIES
 from moefw.runtime.parallel.opened_layout import open_by
 from moefw.testing.suites.base import Suite
@@ -244,6 +244,8 @@ class LayoutSuite(Suite):
     def _check_copies(self, drawn: tuple[LayoutPlan, Side]) -> None:
         """Assert that the rows of copies are in order, hold every copy once, and are the same for each of them."""
         plan, side = drawn
+        zero = plan.zero(side)
+        assert zero in get_args(Zero), f"{self.plugin.name}: zero({side!r}) is {zero!r}: a stage of ZeRO is 1, 2 or 3."
         for rank in range(plan.world):
             rows = plan.copies(rank, side)
             says = f"{self.plugin.name}: the copies of rank {rank}, {side}, are {rows}"

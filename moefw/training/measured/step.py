@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, final
 
@@ -28,8 +28,7 @@ from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, Life, Recorder
 from moefw.runtime.accounting import done_for_step
 from moefw.runtime.naming import initialise
-from moefw.runtime.parallel.local_shards import local
-from moefw.runtime.parallel.unsharded_gradients import accumulators
+from moefw.runtime.parallel.local_shards import local, sharded_sides
 from moefw.training.engine import Engine
 from moefw.training.measured.report import Measured, Saved
 
@@ -68,18 +67,25 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
     """Build the model of this rank and run a step under a recorder. Not ``values``: tensors have no memory."""
     shared = Shared()
     recorder = Recorder()
+    count = _enough(assembly) if micro_batches is None else micro_batches
     with ExitStack() as stack:
         stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
         stack.enter_context(recorder)
-        reducing = done_for_step if assembly.spec.train.reduce_gradients == "step" else nullcontext
-        stack.enter_context(fsdp_told(partial(recorder.labelling, GATHERED), reducing))
+        stack.enter_context(fsdp_told(partial(_gathering, recorder), partial(_reducing, count)))
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
         model = build_model(assembly, layout, torch.device("cpu"), shared, watch=recorder.places)
         if values:
             std: Any = model.init_std
             initialise(model, seed=assembly.spec.run.seed, std=std)
-        return _Step(assembly, layout, model, recorder).run(micro_batches)
+        return _Step(assembly, layout, model, recorder).run(count)
+
+
+def _enough(assembly: Assembly) -> int:
+    """Number of micro-batches to measure: as many as the spec has, up to :data:`ENOUGH`."""
+    train = assembly.spec.train
+    of_a_step = train.tokens_per_step // (assembly.layout.sizes.get("dp", 1) * train.seq_len * train.micro_batch)
+    return min(max(1, of_a_step), ENOUGH_MERGED if assembly.parts.pipeline.merges else ENOUGH)
 
 
 @final
@@ -97,18 +103,16 @@ class _Step:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.optimizer: Any = assembly.parts.optimizer.build(trained, train.lr)
         self.engine = Engine.of(model, self.optimizer, layout, train)
+        self.unsharded = _unsharded(model, layout)
+        self.stored = [*model.parameters()]
+        """What this rank stores. While FSDP keeps a unit gathered, its modules have other parameters."""
         self.began = 0
         self.gradients: list[Life] = []
         self.saved: list[list[Life]] = []
 
-    def run(self, micro_batches: int | None) -> Measured:
+    def run(self, count: int) -> Measured:
         recorder = self.recorder
         train = self.assembly.spec.train
-        if micro_batches is None:
-            of_a_step = train.tokens_per_step // (self.layout.size("dp") * train.seq_len * train.micro_batch)
-            count = min(max(1, of_a_step), ENOUGH_MERGED if self.assembly.parts.pipeline.merges else ENOUGH)
-        else:
-            count = micro_batches
         self._label(self.model.parameters(), "parameters")
         self._label(self.model.buffers(), "buffers")
         self._give_states()
@@ -157,15 +161,9 @@ class _Step:
             alive = recorder.alive(recorder.now)
             self.saved.append([life for life in alive if life.began > before and life.kind != OPERANDS])
         if phase == "backward":
-            holders = (*self.model.parameters(), *self._unsharded())
+            holders = (*self.stored, *self.unsharded)
             grads = [holder.grad for holder in holders if holder.grad is not None]
             self.gradients = max(self.gradients, self._label(grads, GRADIENTS), key=_nbytes)
-
-    def _unsharded(self) -> Iterator[Any]:
-        """Yield what holds the unsharded gradients that micro-batches add up."""
-        if self.assembly.spec.train.reduce_gradients == "step":
-            for gathered, accumulator in accumulators(self.model).items():
-                yield from (gathered, accumulator)
 
     def _measured(self, count: int, tokens: int) -> Measured:
         recorder = self.recorder
@@ -205,6 +203,46 @@ class _Step:
                 kind = "passing"
             kinds[kind] += life.nbytes
         return dict(kinds)
+
+
+@contextmanager
+def _gathering(recorder: Recorder, unit: nn.Module) -> Iterator[None]:
+    """Block in which FSDP gathers a unit. What a step keeps of it, as operands of weights, is gathered once in it."""
+    from moefw.runtime.parallel.zero import fsdp_params, zero_of
+
+    if zero_of(unit) == 3:
+        with recorder.labelling(GATHERED):
+            yield
+        return
+    before = len(recorder.lives)
+    with done_for_step(), recorder.labelling(GATHERED):
+        yield
+    new = set(recorder.lives[before:])
+    for fsdp_param in fsdp_params(unit):
+        for life in new.intersection(recorder.of(fsdp_param.all_gather_outputs)):
+            life.kind = OPERANDS
+            life.of_weights = True
+
+
+def _reducing(micro_batches: int, unit: nn.Module) -> AbstractContextManager[None]:
+    """Block in which FSDP reduces the gradients of a unit: once in a step, or after each micro-batch."""
+    from moefw.runtime.parallel.zero import zero_of
+
+    return done_for_step() if zero_of(unit) == 1 and micro_batches > 1 else nullcontext()
+
+
+def _unsharded(model: nn.Module, layout: Layout) -> Sequence[Any]:
+    """What holds the gradients that micro-batches add up whole: parameters that FSDP has gathered, and accumulators.
+
+    FSDP2 makes a gathered parameter when it gathers it for the first time: here, so that the step is like later ones.
+    """
+    if not sharded_sides(layout):
+        return ()
+    from moefw.runtime.parallel.unsharded_gradients import accumulators
+    from moefw.runtime.parallel.zero import kept
+
+    with kept(model):
+        return [holder for pair in accumulators(model).items() for holder in pair]
 
 
 def _nbytes(lives: Iterable[Life]) -> int:

@@ -10,8 +10,9 @@ from attrs.validators import ge, optional
 
 import moefw
 from moefw.core.plugin import LayoutPlugin
+from moefw.core.records import Zero
 from moefw.core.site import Site
-from moefw.plugins.parallel.options import Sharing, fit_world, shards_validator, split_needs
+from moefw.plugins.parallel.options import Sharing, fit_world, shards_validator, split_needs, zero_validator
 
 
 @frozen(kw_only=True)
@@ -42,6 +43,13 @@ class Coupled(LayoutPlugin):
     """Number of ranks that shard each parameter of the experts (FSDP). It divides the number of copies, edp.
 
     With 1, each copy is whole; ``all``: one copy in total.
+    """
+    zero: Zero = field(default=3, validator=zero_validator)
+    """Stage of ZeRO of all parameters that ranks shard, those of experts included.
+
+    3: weights are gathered for each pass through their unit, and gradients reduced after each micro-batch. 2: weights
+    are gathered once a step, and held until the last backward. 1: so they are, and gradients of all micro-batches are
+    added up whole, in fp32, and reduced once a step.
     """
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
@@ -74,6 +82,7 @@ class Coupled(LayoutPlugin):
             dense=moefw.Mesh((("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp))),
             experts=moefw.Mesh((("pp", pp), ("edp", dp // ep), ("ep", ep), ("edp", cp), ("etp", tp))),
             shards={"dense": dense_sharing.over(world), "experts": expert_sharing.over(world)},
+            zeros={"dense": self.zero, "experts": self.zero},
         )
 
 

@@ -11,8 +11,9 @@ from attrs.validators import ge, optional
 
 import moefw
 from moefw.core.plugin import LayoutPlugin
+from moefw.core.records import Zero
 from moefw.core.site import Site
-from moefw.plugins.parallel.options import Sharing, fit_world, shards_validator, split_needs
+from moefw.plugins.parallel.options import Sharing, fit_world, shards_validator, split_needs, zero_validator
 
 
 def _each_axis_once(_: object, option: Any, order: tuple[str, ...]) -> None:
@@ -51,6 +52,13 @@ class DenseMesh:
 
     With 1, each copy is whole; ``all``: one copy in total.
     """
+    zero: Zero = field(default=3, validator=zero_validator)
+    """Stage of ZeRO, where ranks shard parameters.
+
+    3: weights are gathered for each pass through their unit, and gradients reduced after each micro-batch. 2: weights
+    are gathered once a step, and held until the last backward. 1: so they are, and gradients of all micro-batches are
+    added up whole, in fp32, and reduced once a step.
+    """
 
 
 @frozen(kw_only=True)
@@ -72,6 +80,13 @@ class ExpertMesh:
     """Number of ranks that shard each parameter of the mesh (FSDP). It divides the number of copies, edp.
 
     With 1, each copy is whole; ``all``: one copy in total.
+    """
+    zero: Zero = field(default=3, validator=zero_validator)
+    """Stage of ZeRO, where ranks shard parameters.
+
+    3: weights are gathered for each pass through their unit, and gradients reduced after each micro-batch. 2: weights
+    are gathered once a step, and held until the last backward. 1: so they are, and gradients of all micro-batches are
+    added up whole, in fp32, and reduced once a step.
     """
 
 
@@ -124,6 +139,7 @@ class Folded(LayoutPlugin):
             dense=moefw.Mesh((("pp", self.pp), *((axis, sizes[axis]) for axis in dense.order))),
             experts=moefw.Mesh((("pp", self.pp), *((axis, sizes[axis]) for axis in experts.order))),
             shards={"dense": dense_sharing.over(world), "experts": expert_sharing.over(world)},
+            zeros={"dense": dense.zero, "experts": experts.zero},
         )
 
 
