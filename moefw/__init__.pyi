@@ -67,11 +67,14 @@ from moefw.core.records import Action as Action
 from moefw.core.records import AdaptedWeight as AdaptedWeight
 from moefw.core.records import Canonical as Canonical
 from moefw.core.records import Pair as Pair
+from moefw.core.records import ParameterFacts as ParameterFacts
+from moefw.core.records import ParameterRole as ParameterRole
 from moefw.core.records import RowGroups as RowGroups
 from moefw.core.records import SavedOperand as SavedOperand
 from moefw.core.records import Shard as Shard
 from moefw.core.records import Stage as Stage
 from moefw.core.records import State as State
+from moefw.core.records import TrainedParameters as TrainedParameters
 from moefw.core.site import Activation as Activation
 from moefw.core.site import Dims as Dims
 from moefw.core.site import Machine as Machine

@@ -15,22 +15,33 @@ from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.facts import ANY
 from moefw.core.plugin import OPTIMIZER, MemoryPolicyPlugin
-from moefw.core.records import Canonical
+from moefw.core.records import Canonical, TrainedParameters
 from moefw.runtime.naming import by_parameter
 from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows
 from moefw.runtime.parallel.boxes import boxes
 from moefw.runtime.parallel.local_shards import local, shared_out_like
+from moefw.runtime.parallel.trained import trained_parameters
 
 STEP = "step"
 
 
 def build_optimizer(
-    assembly: Assembly, model: nn.Module, layout: Layout, device: torch.device, shared: Shared
+    assembly: Assembly,
+    model: nn.Module,
+    layout: Layout,
+    device: torch.device,
+    shared: Shared,
+    *,
+    trained: TrainedParameters | None = None,
 ) -> torch.optim.Optimizer:
-    """Optimizer of a model on this rank. Raises RunError if there is no memory for its states."""
+    """Optimizer of a model on this rank. Raises RunError if there is no memory for its states.
+
+    ``trained``: its parameters that train, with their facts. None: those of the model.
+    """
     plugin = assembly.parts.optimizer
     lr = assembly.spec.train.lr
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if trained is None:
+        trained = trained_parameters(model)
     if not trained:  # all weights of this stage are frozen
         return torch.optim.SGD([{"params": []}], lr)
     optimizer: torch.optim.Optimizer = plugin.build(trained, lr)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from moefw.compose.build import Shared
 from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout
+from moefw.core.records import TrainedParameters
 from moefw.planner.micro_batch import MicroBatch
+from moefw.runtime.parallel.trained import trained_parameters
 
 
 @frozen(kw_only=True)
@@ -26,8 +28,9 @@ class States:
 def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     """States of all parameters that train, measured while an optimizer is built and makes one step.
 
-    The optimizer gets parameters of this rank's shapes, fp32 without values, in a module with the model's names. Those
-    of a layer that did not run are left out: the layer that stands for it counts that many times.
+    The optimizer gets parameters of this rank's shapes, fp32 without values, in a module with the model's names, and
+    the facts of the model's own. Those of a layer that did not run are left out: the layer that stands for it counts
+    that many times.
 
     ``device`` and ``host``: bytes of each state tensor when the step has ended, by where its storage lies, times the
     parameters that its own one stands for. ``passing``: the maximum, over all moments from before the build to the end
@@ -41,8 +44,10 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     recorder = batch.recorder
     num_alike = _num_alike(batch)
     stored = nn.Module()
+    facts = trained_parameters(batch.model).facts
     copies: dict[nn.Parameter, int] = {}
     """The number of parameters that each one of the optimizer stands for."""
+    stand_ins: dict[str, nn.Parameter] = {}
     for name, parameter in batch.model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -50,12 +55,14 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
         if copy_count:
             shard = nn.Parameter(torch.empty(*batch.stored(parameter)))
             _register(stored, name, shard)
+            stand_ins[name] = shard
             copies[shard] = copy_count
     before = recorder.now
     assembly = batch.assembly
     with recorder.places.phase("optimizer"):
         with assembly.registry.calling(assembly.parts.optimizer, "build()"):
-            optimizer = build_optimizer(assembly, stored, layout, torch.device("cpu"), shared)
+            trained = TrainedParameters(stand_ins, {name: facts[name] for name in stand_ins})
+            optimizer = build_optimizer(assembly, stored, layout, torch.device("cpu"), shared, trained=trained)
         for parameter in copies:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

@@ -149,6 +149,9 @@ class Stubborn(moefw.OptimizerPlugin):
 
     name = "stubborn"
 
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(update=("elementwise",))
+
     def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
         return torch.optim.SGD(parameters.values(), lr=lr)
 

@@ -49,7 +49,7 @@ class Sound(OptimizerPlugin):
     built: ClassVar[type[Momentum]] = Momentum
 
     def offers(self, site: Site) -> moefw.Offers:
-        return moefw.offers(region=((OPTIMIZER, "offload"),))
+        return moefw.offers(update=("elementwise",), region=((OPTIMIZER, "offload"),))
 
     def states(self) -> Sequence[str]:
         return ("momentum",)

@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from moefw.core.errors import ContractError
-from moefw.core.records import Canonical
+from moefw.core.records import Canonical, ParameterRole
 from moefw.runtime.parallel.local_shards import stored
 
 
@@ -118,6 +118,13 @@ def whole_shape(piece: Canonical) -> tuple[int, ...]:
     ranges = _ranges(piece)
     sizes = tuple(len(ranges[dim]) for dim in _named_dims(piece))
     return sizes if piece.shard is None else piece.shard.whole(sizes)
+
+
+def role(piece: Canonical) -> ParameterRole:
+    """Role of a piece: what its owner says, or what the dimensions of the named tensor say."""
+    if piece.role is not None:
+        return piece.role
+    return "matrix" if len(_named_dims(piece)) > 1 else "vector"
 
 
 def _named_dims(piece: Canonical) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moefw.compose.optimizer import TorchStates
 from moefw.core.plugin import OPTIMIZER
+from moefw.core.records import ParameterFacts, ParameterRole, TrainedParameters
 from moefw.runtime.optimizer_states import StatePart
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.watch import same_bits
@@ -22,7 +23,16 @@ SHAPES: Final[Mapping[str, tuple[int, ...]]] = {
     "layers.0.moe.experts.0.up": (16, 64),
     "head.weight": (8, 64),
 }
-"""Parameters by canonical name. Their rows fill the vectors of a CPU, so that parts of them round as the whole does."""
+"""Parameters by name. Their rows fill the vectors of a CPU, so that parts of them round as the whole does."""
+
+ROLES: Final[Mapping[str, ParameterRole]] = {
+    "embed.weight": "embedding",
+    "layers.0.attention_norm.weight": "norm",
+    "layers.0.moe.router.weight": "router",
+    "layers.0.moe.experts.0.up": "matrix",
+    "head.weight": "head",
+}
+"""Roles of the parameters."""
 
 STEPS: Final = 3
 
@@ -102,7 +112,7 @@ class OptimizerSuite(Suite):
     def test_with_states_of_a_checkpoint_it_goes_on_with_the_same_bits(self) -> None:
         """A checkpoint holds the parameters, and what ``state`` holds of each. Nothing else is needed."""
         parameters, optimizer = self._after(STEPS)
-        restored = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+        restored = trained({name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()})
         other = self.part.build(restored, self.lr)
         for name, parameter in restored.items():
             other.state[parameter].update(
@@ -149,7 +159,7 @@ class OptimizerSuite(Suite):
                 right = same_bits(rooms[name][key], of_whole.state[whole[name]][key])
                 assert right, f"{self.plugin.name}: updated in two halves, {key} of {name} has other bits."
 
-    def _after(self, steps: int) -> tuple[dict[str, nn.Parameter], Any]:
+    def _after(self, steps: int) -> tuple[TrainedParameters, Any]:
         """Parameters, and their optimizer, after so many steps."""
         parameters = drawn()
         optimizer = self.part.build(parameters, self.lr)
@@ -163,10 +173,21 @@ class OptimizerSuite(Suite):
             assert same_bits(parameter, second[name]), f"{self.plugin.name}: {when}, {name} has other bits."
 
 
-def drawn() -> dict[str, nn.Parameter]:
-    """Parameters by canonical name, fp32, the same ones every time."""
+def drawn() -> TrainedParameters:
+    """Parameters, fp32, the same ones every time."""
     generator = torch.Generator().manual_seed(0)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return trained({name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()})
+
+
+def trained(parameters: Mapping[str, nn.Parameter]) -> TrainedParameters:
+    """Parameters with the facts of those that are drawn."""
+    facts = {
+        name: ParameterFacts(
+            name=name, role=ROLES[name], side="experts" if "experts" in name else "dense", tensors={name: SHAPES[name]}
+        )
+        for name in parameters
+    }
+    return TrainedParameters(parameters, facts)
 
 
 def _gradients(step: int) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, Life, Record
 from moefw.runtime.accounting import done_for_step
 from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.local_shards import local
+from moefw.runtime.parallel.trained import trained_parameters
 from moefw.runtime.parallel.unsharded_gradients import accumulators
 from moefw.training.engine import Engine
 from moefw.training.measured.report import Measured, Saved
@@ -94,8 +95,7 @@ class _Step:
         self.operations = Operations(recorder, layout)
         self.operations.learn_weights(model)
         train = assembly.spec.train
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.optimizer: Any = assembly.parts.optimizer.build(trained, train.lr)
+        self.optimizer: Any = assembly.parts.optimizer.build(trained_parameters(model), train.lr)
         self.engine = Engine.of(model, self.optimizer, layout, train)
         self.began = 0
         self.gradients: list[Life] = []
