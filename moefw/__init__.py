@@ -92,6 +92,7 @@ __all__ = [
     "LayoutPlan",
     "LayoutPlugin",
     "Machine",
+    "MatrixRule",
     "MemoryPolicy",
     "MemoryPolicyPlugin",
     "Mesh",

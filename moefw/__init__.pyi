@@ -19,6 +19,7 @@ from moefw.core.contracts import Dispatcher as Dispatcher
 from moefw.core.contracts import ExpertGemm as ExpertGemm
 from moefw.core.contracts import Layout as Layout
 from moefw.core.contracts import LayoutPlan as LayoutPlan
+from moefw.core.contracts import MatrixRule as MatrixRule
 from moefw.core.contracts import MemoryPolicy as MemoryPolicy
 from moefw.core.contracts import Meter as Meter
 from moefw.core.contracts import Precision as Precision
