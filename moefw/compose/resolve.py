@@ -548,7 +548,8 @@ class _Resolution:
                     if need.fact == "package" and here.machine.has_package(need.value):
                         packages.append(need.value)
                     demands.append((placed, need))
-        demands += [*self.graph_demands, *self.update_demands]
+        demands += self.graph_demands
+        demands += self.update_demands
         capability = (here.machine.capability,) if here.machine.capability else ANY
         has = offers(device=(here.machine.device,), capability=capability, package=tuple(packages))
         promises.append(("this machine", has))
