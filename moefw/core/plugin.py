@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ExpertGemm,
         Layout,
         LayoutPlan,
+        MatrixRule,
         MemoryPolicy,
         Precision,
         Router,
@@ -386,8 +387,18 @@ class OptimizerPlugin(Plugin):
         """
         return ()
 
+    def rule(self) -> MatrixRule | None:
+        """Rule that updates whole matrices; None: all updates are those of ``build``.
+
+        The runtime brings each matrix together, whole, wherever its parts are stored. Policies treat its states, too.
+        With a rule, ``states`` names all states of the optimizer from ``build``.
+        """
+        return None
+
     def build(self, parameters: TrainedParameters, lr: float) -> Any:
-        """``torch.optim.Optimizer`` over the parameters, a mapping from names in the model.
+        """``torch.optim.Optimizer`` over the parameters that no rule takes, a mapping from names in the model.
+
+        A group with a number ``lr_factor`` gets the learning rate of each step times this factor.
 
         ``parameters.facts[name]``: the role of a parameter, its mesh, and the whole shapes of its named tensors.
         """

@@ -72,7 +72,7 @@ def boxes(pieces: Sequence[Canonical]) -> tuple[Box, ...]:
 
 
 def boxes_within(pieces: Sequence[Canonical], first: Sequence[int], stored_shape: Sequence[int]) -> tuple[Box, ...]:
-    """Boxes of the pieces of a parameter of which a rank stores a box of shape ``stored_shape``, from index ``first`` on.
+    """Boxes of the pieces of a parameter of which a rank stores what begins at ``first`` and has ``stored_shape``.
 
     Raises ContractError for a piece that is no box.
     """

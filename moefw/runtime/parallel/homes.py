@@ -1,4 +1,4 @@
-"""Homes of matrices: which rank computes the update of each whole matrix, and what it gets for that, by arithmetic alone.
+"""Homes of matrices: which rank computes the update of each whole matrix, and what it needs for that, by arithmetic.
 
 The ranks that store parts or copies of the same matrices are a *group*: those of dp, cp and tp for the dense mesh, of
 edp and etp for experts. Each matrix of a group has one *home*, a rank that stores some of it. There it is computed once
@@ -106,7 +106,7 @@ class Matrix:
 
 
 Sent = Mapping[int, Sequence[tuple[int, Extent]]]
-"""By position: parts of matrices, which are given by their numbers among those that this rank computes in the bucket."""
+"""By position: parts of matrices, each with the number of its matrix among those that a rank computes in a bucket."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -142,7 +142,7 @@ class GroupPlan:
     loads: Sequence[float]
 
     def buckets(self, position: int, bucket_bytes: int) -> list[Bucket]:
-        """Buckets as the rank at a position sees them. Each home computes at most ``bucket_bytes`` in one, or a matrix."""
+        """Buckets as the rank at a position sees them: of ``bucket_bytes`` at each home, or less, or of one matrix."""
         at_home: list[list[Matrix]] = [[] for _ in self.ranks]
         for matrix, home in zip(self.matrices, self.homes, strict=True):
             at_home[home].append(matrix)
@@ -200,7 +200,7 @@ def _position_among_experts(plan: LayoutPlan, rank: int) -> int:
 
 
 def _share_out(matrices: Sequence[Matrix], loads: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Home of each matrix, and the loads with them. Those that only one rank stores come first: nothing is to choose."""
+    """Home of each matrix, and the loads with them. Those that one rank alone stores come first: there is no choice."""
     loads = list(loads)
     homes = [0] * len(matrices)
     order = sorted(
@@ -267,7 +267,7 @@ def _bucket(own: int, at_home: Sequence[Sequence[Matrix]]) -> Bucket:
 
 @frozen(eq=False)
 class _Geometry:
-    """What ranks store of matrices. Of matrices that lie in parameters alike, such as layers have, it is computed once."""
+    """What ranks store of matrices, computed once for all that lie alike in their parameters, as those of layers do."""
 
     plan: LayoutPlan
     _coordinates: dict[int, Mapping[str, int]] = field(factory=dict, init=False)

@@ -72,8 +72,8 @@ def orthogonalized(
 ) -> Tensor:
     """Matrices ``(B, n, m)`` in ``dtype`` after so many iterations of Newton-Schulz (arXiv 2502.16982, section 2.1).
 
-    An iteration is ``a X + (b A + c A A) X`` with ``A = X X^T``, of the wide form of each matrix. One alone goes through
-    the operators of ``torch.optim.Muon`` and gets its bits.
+    An iteration is ``a X + (b A + c A A) X`` with ``A = X X^T``, of the wide form of each matrix. One alone goes
+    through the operators of ``torch.optim.Muon`` and gets its bits.
     """
     a, b, c = coefficients
     is_alone = len(matrices_Bnm) == 1
