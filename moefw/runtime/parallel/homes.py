@@ -133,7 +133,7 @@ class GroupPlan:
     """Homes of the matrices of a group.
 
     ``ranks``: the group. ``homes``: the position of each matrix's home. ``loads``: by position, the cost of what a rank
-    computes, that of groups planned before included.
+    computes. Those of experts include dense matrices; those of dense ones the experts that have no choice of a home.
     """
 
     ranks: tuple[int, ...]
@@ -156,28 +156,81 @@ class GroupPlan:
 
 
 def plan_homes(stored: Sequence[Stored], plan: LayoutPlan, rank: int, *, cost: Cost) -> list[GroupPlan]:
-    """Homes of all matrices of which ``rank`` stores or holds some, by group: those of experts, then dense ones.
+    """Homes of all matrices of which ``rank`` stores or holds some, by group: dense ones, then those of experts.
 
-    Each matrix goes, the most costly first, to the rank with the least to do of those that store some of it. Raises
-    ContractError for a tensor that is no matrix, and for ranks that do not store each element of one.
+    Each matrix goes, the most costly first, to the rank with the least to do of those that store some of it. Dense ones
+    are chosen first, spread over the groups of experts, and each of these groups then makes up for what its ranks have
+    of them. Raises ContractError for a tensor that is no matrix, and for ranks that do not store each element of one.
     """
     geometry = _Geometry(plan)
-    groups: dict[tuple[tuple[int, ...], Side], list[Stored]] = {}
+    groups: dict[tuple[Side, tuple[int, ...]], list[Stored]] = {}
     for each in stored:
-        groups.setdefault((_group(each.holding, plan, rank), each.holding.side), []).append(each)
-    plans: list[GroupPlan] = []
-    of_experts: Sequence[float] | None = None
-    for (ranks, side), members in sorted(groups.items(), key=lambda entry: (entry[0][1] != "experts", entry[0][0])):
-        matrices = sorted(geometry.matrices(members, ranks, cost), key=lambda matrix: matrix.name)
-        loads = [0.0] * len(ranks)
-        if side == "dense" and of_experts is not None:
-            # All groups of experts are alike, so a rank's position in its own tells what it has to do there.
-            loads = [of_experts[_position_among_experts(plan, other)] for other in ranks]
-        homes, loads = _share_out(matrices, loads)
-        plans.append(GroupPlan(ranks=ranks, matrices=matrices, homes=homes, loads=loads))
-        if side == "experts":
-            of_experts = loads
+        side = each.holding.side
+        groups.setdefault((side, _group(each.holding, plan, rank)), []).append(each)
+    matrices = {
+        group: sorted(geometry.matrices(members, group[1], cost), key=lambda matrix: matrix.name)
+        for group, members in sorted(groups.items())  # dense comes first
+    }
+    alone = {group: _loads_alone(own, len(group[1])) for group, own in matrices.items()}
+    # All groups of experts are alike: a rank's position in its own tells what it has to compute there in any case.
+    of_experts = next((loads for (side, _), loads in alone.items() if side == "experts"), None)
+    planned: dict[int, float] = {}
+    """Cost of the dense matrices whose home is a rank."""
+    plans = []
+    for (side, ranks), own in matrices.items():
+        # What ranks of other stages have to do is not known here, so all ranks of such a group begin with nothing.
+        in_one_stage = not groups[side, ranks][0].holding.stages
+        loads = [planned.get(other, 0.0) if in_one_stage else 0.0 for other in ranks]
+        peers_of_each = [plan.group(other, STATE_HOLDERS["experts"]) for other in ranks]
+        if side == "dense" and in_one_stage and of_experts is not None:
+            loads = [of_experts[peers.index(other)] for other, peers in zip(ranks, peers_of_each, strict=True)]
+        homes = _share_out(own, loads, [peers[0] for peers in peers_of_each])
+        for home, matrix in zip(homes, own, strict=True):
+            loads[home] += matrix.cost
+            if side == "dense" and in_one_stage:
+                planned[ranks[home]] = planned.get(ranks[home], 0.0) + matrix.cost
+        plans.append(GroupPlan(ranks=ranks, matrices=own, homes=homes, loads=loads))
     return plans
+
+
+def _loads_alone(matrices: Sequence[Matrix], size: int) -> list[float]:
+    """Cost, by position, of the matrices that one rank alone stores."""
+    loads = [0.0] * size
+    for matrix in matrices:
+        if len(matrix.spread.holders) == 1:
+            loads[matrix.spread.holders[0]] += matrix.cost
+    return loads
+
+
+def _share_out(matrices: Sequence[Matrix], loads: Sequence[float], peers: Sequence[int]) -> list[int]:
+    """Home of each matrix, by position, given the ``loads`` that ranks have already.
+
+    Of ranks with equal loads, one is chosen whose ``peers``, those of the same number, have least.
+    """
+    loads = list(loads)
+    of_peers: dict[int, float] = {}
+    homes = [0] * len(matrices)
+
+    def give(number: int, home: int) -> None:
+        homes[number] = home
+        loads[home] += matrices[number].cost
+        of_peers[peers[home]] = of_peers.get(peers[home], 0.0) + matrices[number].cost
+
+    with_choice = []
+    for number, matrix in enumerate(matrices):
+        if len(matrix.spread.holders) == 1:
+            give(number, matrix.spread.holders[0])
+        else:
+            with_choice.append(number)
+    for number in sorted(with_choice, key=lambda number: (-matrices[number].cost, matrices[number].name)):
+        give(
+            number,
+            min(
+                matrices[number].spread.holders,
+                key=lambda position: (loads[position], of_peers.get(peers[position], 0.0), position),
+            ),
+        )
+    return homes
 
 
 def boxes_on(stored: Stored, plan: LayoutPlan, rank: int) -> tuple[Box, ...]:
@@ -193,25 +246,6 @@ def _group(holding: Holding, plan: LayoutPlan, rank: int) -> tuple[int, ...]:
         return plan.group(rank, STATE_HOLDERS[holding.side])
     ranks = plan.group(rank, ("pp", *STAGE))
     return tuple(other for other in ranks if plan.coordinates(other)["pp"] in holding.stages)
-
-
-def _position_among_experts(plan: LayoutPlan, rank: int) -> int:
-    return plan.group(rank, STATE_HOLDERS["experts"]).index(rank)
-
-
-def _share_out(matrices: Sequence[Matrix], loads: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Home of each matrix, and the loads with them. Those that one rank alone stores come first: there is no choice."""
-    loads = list(loads)
-    homes = [0] * len(matrices)
-    order = sorted(
-        range(len(matrices)),
-        key=lambda number: (len(matrices[number].spread.holders) > 1, -matrices[number].cost, matrices[number].name),
-    )
-    for number in order:
-        home = min(matrices[number].spread.holders, key=lambda position: (loads[position], position))
-        homes[number] = home
-        loads[home] += matrices[number].cost
-    return homes, loads
 
 
 def _cut(matrices: Sequence[Matrix], bucket_bytes: int) -> Iterator[list[Matrix]]:
