@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ExpertGemm,
         Layout,
         LayoutPlan,
+        MatrixRule,
         MemoryPolicy,
         Precision,
         Router,
@@ -385,6 +386,14 @@ class OptimizerPlugin(Plugin):
         There may also be ``step``, a scalar that counts the updates.
         """
         return ()
+
+    def rule(self) -> MatrixRule | None:
+        """Rule that updates whole matrices; None: all updates are those of ``build``.
+
+        The runtime brings each matrix together, whole, wherever its parts are stored. Policies treat its states, too.
+        With a rule, ``states`` names all states of the optimizer from ``build``.
+        """
+        return None
 
     def build(self, parameters: TrainedParameters, lr: float) -> Any:
         """``torch.optim.Optimizer`` over the parameters, a mapping from names in the model.
