@@ -396,7 +396,9 @@ class OptimizerPlugin(Plugin):
         return None
 
     def build(self, parameters: TrainedParameters, lr: float) -> Any:
-        """``torch.optim.Optimizer`` over the parameters, a mapping from names in the model.
+        """``torch.optim.Optimizer`` over the parameters that no rule takes, a mapping from names in the model.
+
+        A group with a number ``lr_factor`` gets the learning rate of each step times this factor.
 
         ``parameters.facts[name]``: the role of a parameter, its mesh, and the whole shapes of its named tensors.
         """

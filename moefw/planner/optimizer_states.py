@@ -13,6 +13,8 @@ from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout
 from moefw.core.records import TrainedParameters
 from moefw.planner.micro_batch import MicroBatch
+from moefw.runtime.parallel.holders import holdings
+from moefw.runtime.parallel.homes import Stored
 from moefw.runtime.parallel.trained import trained_parameters
 
 
@@ -30,7 +32,7 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
 
     The optimizer gets parameters of this rank's shapes, fp32 without values, in a module with the model's names, and
     the facts of the model's own. Those of a layer that did not run are left out: the layer that stands for it counts
-    that many times.
+    that many times. With a rule for matrices none is left out: which ones a rank computes depends on all of them.
 
     ``device`` and ``host``: bytes of each state tensor when the step has ended, by where its storage lies, times the
     parameters that its own one stands for. ``passing``: the maximum, over all moments from before the build to the end
@@ -42,7 +44,8 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     grows with the elements of those that did not run.
     """
     recorder = batch.recorder
-    num_alike = _num_alike(batch)
+    plugin = batch.assembly.parts.optimizer
+    num_alike = _num_alike(batch) if plugin.rule() is None else {}
     stored = nn.Module()
     facts = trained_parameters(batch.model).facts
     copies: dict[nn.Parameter, int] = {}
@@ -60,9 +63,11 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     before = recorder.now
     assembly = batch.assembly
     with recorder.places.phase("optimizer"):
-        with assembly.registry.calling(assembly.parts.optimizer, "build()"):
+        with assembly.registry.calling(plugin, "build()"):
             trained = TrainedParameters(stand_ins, {name: facts[name] for name in stand_ins})
-            optimizer = build_optimizer(assembly, stored, layout, torch.device("cpu"), shared, trained=trained)
+            optimizer = build_optimizer(
+                assembly, stored, layout, torch.device("cpu"), shared, trained=trained, stored=_as_sharded(batch)
+            )
         for parameter in copies:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -89,6 +94,21 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
             else:
                 device_bytes += copy_count * state.nbytes
     return States(device=device_bytes, host=host_bytes, passing=passing)
+
+
+def _as_sharded(batch: MicroBatch) -> dict[str, Stored]:
+    """How ranks store each parameter of a model that FSDP would shard, by name."""
+    names = {parameter: name for name, parameter in batch.model.named_parameters()}
+    return {
+        names[holding.parameter]: Stored(holding=holding, sharded_dim=_sharded_dim(batch, holding.parameter))
+        for holding in holdings(batch.model)
+    }
+
+
+def _sharded_dim(batch: MicroBatch, parameter: nn.Parameter) -> int | None:
+    """Dimension along which ranks shard a parameter: the only one that is shorter on this rank; None: there is none."""
+    sizes = zip(parameter.shape, batch.stored(parameter), strict=True)
+    return next((dim for dim, (whole, own) in enumerate(sizes) if own < whole), None)
 
 
 def _num_alike(batch: MicroBatch) -> dict[nn.Parameter, int]:

@@ -68,7 +68,15 @@ def boxes(pieces: Sequence[Canonical]) -> tuple[Box, ...]:
     for stride in strides(parameter.shape):
         first.append(offset // stride)
         offset %= stride
-    of_pieces = [_box(piece, first, view.shape) for piece in pieces]
+    return boxes_within(pieces, first, view.shape)
+
+
+def boxes_within(pieces: Sequence[Canonical], first: Sequence[int], stored_shape: Sequence[int]) -> tuple[Box, ...]:
+    """Boxes of the pieces of a parameter of which a rank stores what begins at ``first`` and has ``stored_shape``.
+
+    Raises ContractError for a piece that is no box.
+    """
+    of_pieces = [_box(piece, first, stored_shape) for piece in pieces]
     return tuple(box for box in of_pieces if box is not None)
 
 

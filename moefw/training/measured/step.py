@@ -11,12 +11,15 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
+from moefw.core.plugin import OPTIMIZER
 from moefw.core.records import PASSES, Action
 from moefw.core.stages import Batch
 from moefw.planner.micro_batch import as_trained
@@ -29,7 +32,6 @@ from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, Life, Record
 from moefw.runtime.accounting import done_for_step
 from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.local_shards import local
-from moefw.runtime.parallel.trained import trained_parameters
 from moefw.runtime.parallel.unsharded_gradients import accumulators
 from moefw.training.engine import Engine
 from moefw.training.measured.report import Measured, Saved
@@ -80,14 +82,16 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
         if values:
             std: Any = model.init_std
             initialise(model, seed=assembly.spec.run.seed, std=std)
-        return _Step(assembly, layout, model, recorder).run(micro_batches)
+        return _Step(assembly, layout, model, recorder, shared).run(micro_batches)
 
 
 @final
 class _Step:
     """A step of a model on this rank."""
 
-    def __init__(self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder) -> None:
+    def __init__(
+        self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder, shared: Shared
+    ) -> None:
         self.assembly = assembly
         self.layout = layout
         self.model = model
@@ -95,7 +99,10 @@ class _Step:
         self.operations = Operations(recorder, layout)
         self.operations.learn_weights(model)
         train = assembly.spec.train
-        self.optimizer: Any = assembly.parts.optimizer.build(trained_parameters(model), train.lr)
+        of_activations = tuple(policy for policy in assembly.parts.memory if OPTIMIZER not in policy.regions)
+        without_policies = evolve(assembly, parts=evolve(assembly.parts, memory=of_activations))
+        device = next(model.parameters()).device
+        self.optimizer: Any = build_optimizer(without_policies, model, layout, device, shared)
         self.engine = Engine.of(model, self.optimizer, layout, train)
         self.began = 0
         self.gradients: list[Life] = []
