@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import pytest
 
 import broken_matrix_rules as rules
 import broken_optimizers as broken
 from moefw.plugins.optimizers.adamw import AdamW
+from moefw.plugins.optimizers.muon import Muon
 from moefw.testing.suites.optimizer import OptimizerSuite
 from moefw.testing.suites.optimizer_rule import SCALES
 
@@ -86,3 +87,13 @@ class TestStranger(OptimizerSuite):
 
 class TestAdamW(OptimizerSuite):
     plugin = AdamW
+
+
+class TestMuon(OptimizerSuite):
+    plugin = Muon
+
+
+class TestMuonFP32(OptimizerSuite):
+    plugin = Muon
+    options: ClassVar[Mapping[str, Any]] = {"newton_schulz": "fp32", "router": "muon"}
+    rtol = 1e-3
