@@ -28,7 +28,10 @@ class MatrixRuleTests(Suite):
     """Tests the rule of an optimizer against its contract. All are skipped where there is none."""
 
     rtol: ClassVar[float] = 0.05
-    """Largest deviation of a rule's matrices in another batch, as a share of the largest value. Of bf16 products."""
+    """Largest deviation of what a rule updates in other batches and layouts, as a share of the largest update.
+
+    The default is for products in bf16.
+    """
 
     @property
     def rule(self) -> MatrixRule:
