@@ -25,7 +25,6 @@ from moefw.compose.spec.source import KeyPath, Marks, Tree, key_path, read_spec_
 from moefw.compose.spec.structure import structure
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.compose.stages import stage_problems
-from moefw.compose.updates import Asker as UpdateAsker
 from moefw.compose.updates import update_need, with_update
 from moefw.core.choice import Choice
 from moefw.core.contracts import LayoutPlan
@@ -448,7 +447,7 @@ class _Resolution:
         """Let the assembly ask the optimizer for an update that is the same under every layout."""
         optimizer = self._find("optimizer")
         if optimizer:
-            asker = _Placed(optimizer.path, UpdateAsker())
+            asker = _Placed(optimizer.path, Asker("the assembly"))
             self.update_demands = [(asker, update_need(optimizer.part))]
 
     def check_graphs(self, layout: LayoutPlan, train: TrainSpec, layers: Mapping[int, LayerAssembly]) -> None:

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from attrs import frozen
-
 from moefw.core.facts import ANY, Need, Offers, need
 from moefw.core.plugin import OPTIMIZER, OptimizerPlugin
 
 SECTION: Final = "optimizer"
 """The section of a spec that chooses an optimizer."""
 ELEMENTWISE: Final = ("elementwise",)
-
-
-@frozen
-class Asker:
-    """What asks for the update, named in an error as a part is."""
-
-    name: str = "the assembly"
 
 
 def update_need(optimizer: OptimizerPlugin) -> Need:
@@ -40,6 +31,7 @@ def with_update(section: str, offered: Offers) -> Offers:
     It said so before version 3.5 of the hook interface, which has the fact ``update``.
     """
     regions = offered.get("region", ()) if section == SECTION else ()
-    if "update" in offered or not (regions == ANY or any(region == OPTIMIZER for region, _ in regions)):
+    offers_states = regions == ANY or any(region == OPTIMIZER for region, _ in regions)
+    if "update" in offered or not offers_states:
         return offered
     return {**offered, "update": ELEMENTWISE}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -50,9 +50,6 @@ class OptimizerSuite(MatrixRuleTests):
 
     What is said of updates in general holds for those of ``build``: of all parameters that no rule takes.
     """
-
-    lr: ClassVar[float] = 0.01
-    """Learning rate."""
 
     def test_it_says_that_its_update_is_elementwise(self) -> None:
         """``offers`` has the update, or a region of the optimizer, which promises it, too."""

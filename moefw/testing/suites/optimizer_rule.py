@@ -27,6 +27,8 @@ SCALES: Final = {"as gradients are": 1.0, "tiny": 1e-12, "zero, as those of an e
 class MatrixRuleTests(Suite):
     """Tests the rule of an optimizer against its contract. All are skipped where there is none."""
 
+    lr: ClassVar[float] = 0.01
+    """Learning rate."""
     rtol: ClassVar[float] = 0.05
     """Largest deviation of what a rule updates in other batches and layouts, as a share of the largest update.
 
@@ -181,7 +183,7 @@ class MatrixRuleTests(Suite):
         self._apply(rule, values, torch.zeros(WHOLE))
         share = share_lost(before, values)
         says = f"{self.plugin.name}: a step of decay alone takes {share} off a matrix; lr x weight_decay is"
-        right = self._lr * decay
+        right = self.lr * decay
         assert share is not None, f"{says} {right:.6g}, and each element loses another share."
         assert abs(share - right) <= 1e-6 + 1e-3 * right, f"{says} {right:.6g}."
 
@@ -198,11 +200,6 @@ class MatrixRuleTests(Suite):
         says = f"{self.plugin.name}: by the rule, a sum of squares goes from {before:.6g} to {after:.6g}."
         assert after < before, says
 
-    @property
-    def _lr(self) -> float:
-        lr: float = self.lr  # type: ignore[attr-defined]
-        return lr
-
     def _states(self, rule: MatrixRule, like: Tensor) -> dict[str, Tensor]:
         """States of a part of a matrix before the first step."""
         return {key: torch.zeros_like(like) for key in rule.states()}
@@ -214,7 +211,7 @@ class MatrixRuleTests(Suite):
     def _apply(self, rule: MatrixRule, values: Tensor, update: Tensor, *, lr: float | None = None) -> None:
         """Change a part of a matrix of the shape ``WHOLE``, without gradients, as a run does."""
         with torch.no_grad():
-            rule.apply(values, update, lr=self._lr if lr is None else lr, shape=WHOLE)
+            rule.apply(values, update, lr=self.lr if lr is None else lr, shape=WHOLE)
 
     def _is_fp32(self, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         right = tensor.dtype == torch.float32 and tensor.shape == shape
