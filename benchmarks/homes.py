@@ -106,7 +106,7 @@ def _costs(group: GroupPlan) -> dict[int, float]:
 
 
 def _num_by_choice(group: GroupPlan) -> int:
-    return sum(len(matrix.spread.holders) > 1 for matrix in group.matrices)
+    return sum(len(matrix.spread.stored_by) > 1 for matrix in group.matrices)
 
 
 def _cost(group: GroupPlan) -> float:

@@ -66,12 +66,12 @@ class Extent:
 class Spread:
     """What each rank of a group stores of a matrix, by position in the group; None: nothing of it.
 
-    ``owners``: the positions that store the same extent, which are copies. ``holders``: those that store any.
+    ``owners``: the positions that store the same extent, which are copies. ``stored_by``: those that store any.
     """
 
     extents: tuple[Extent | None, ...]
     owners: Mapping[Extent, Sequence[int]]
-    holders: tuple[int, ...]
+    stored_by: tuple[int, ...]
 
     @staticmethod
     def of(extents: Sequence[Extent | None]) -> Spread:
@@ -80,8 +80,8 @@ class Spread:
         for position, extent in enumerate(extents):
             if extent is not None:
                 owners.setdefault(extent, []).append(position)
-        holders = (position for position, extent in enumerate(extents) if extent is not None)
-        return Spread(tuple(extents), owners, tuple(holders))
+        stored_by = (position for position, extent in enumerate(extents) if extent is not None)
+        return Spread(tuple(extents), owners, tuple(stored_by))
 
     def source(self, extent: Extent, home: int) -> int:
         """Position that brings an extent to a home: the home itself, or the nearest one that stores it."""
@@ -197,8 +197,8 @@ def _loads_alone(matrices: Sequence[Matrix], size: int) -> list[float]:
     """Cost, by position, of the matrices that one rank alone stores."""
     loads = [0.0] * size
     for matrix in matrices:
-        if len(matrix.spread.holders) == 1:
-            loads[matrix.spread.holders[0]] += matrix.cost
+        if len(matrix.spread.stored_by) == 1:
+            loads[matrix.spread.stored_by[0]] += matrix.cost
     return loads
 
 
@@ -218,15 +218,15 @@ def _share_out(matrices: Sequence[Matrix], loads: Sequence[float], peers: Sequen
 
     with_choice = []
     for number, matrix in enumerate(matrices):
-        if len(matrix.spread.holders) == 1:
-            give(number, matrix.spread.holders[0])
+        if len(matrix.spread.stored_by) == 1:
+            give(number, matrix.spread.stored_by[0])
         else:
             with_choice.append(number)
     for number in sorted(with_choice, key=lambda number: (-matrices[number].cost, matrices[number].name)):
         give(
             number,
             min(
-                matrices[number].spread.holders,
+                matrices[number].spread.stored_by,
                 key=lambda position: (loads[position], of_peers.get(peers[position], 0.0), position),
             ),
         )
@@ -271,7 +271,7 @@ def _bucket(own: int, at_home: Sequence[Sequence[Matrix]]) -> Bucket:
     for home, matrices in enumerate(at_home):
         for matrix in matrices:
             spread = matrix.spread
-            moves = moves or len(spread.holders) > 1
+            moves = moves or len(spread.stored_by) > 1
             extent = spread.extents[own]
             if extent is None or home == own:
                 continue
