@@ -19,6 +19,7 @@ from moefw.core.contracts import Dispatcher as Dispatcher
 from moefw.core.contracts import ExpertGemm as ExpertGemm
 from moefw.core.contracts import Layout as Layout
 from moefw.core.contracts import LayoutPlan as LayoutPlan
+from moefw.core.contracts import MatrixRule as MatrixRule
 from moefw.core.contracts import MemoryPolicy as MemoryPolicy
 from moefw.core.contracts import Meter as Meter
 from moefw.core.contracts import Precision as Precision
@@ -67,11 +68,14 @@ from moefw.core.records import Action as Action
 from moefw.core.records import AdaptedWeight as AdaptedWeight
 from moefw.core.records import Canonical as Canonical
 from moefw.core.records import Pair as Pair
+from moefw.core.records import ParameterFacts as ParameterFacts
+from moefw.core.records import ParameterRole as ParameterRole
 from moefw.core.records import RowGroups as RowGroups
 from moefw.core.records import SavedOperand as SavedOperand
 from moefw.core.records import Shard as Shard
 from moefw.core.records import Stage as Stage
 from moefw.core.records import State as State
+from moefw.core.records import TrainedParameters as TrainedParameters
 from moefw.core.site import Activation as Activation
 from moefw.core.site import Dims as Dims
 from moefw.core.site import Machine as Machine

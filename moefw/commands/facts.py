@@ -33,6 +33,8 @@ MEANINGS: Final[Mapping[str, str]] = {
     "token_ids": "a number: how many token ids a model accepts",
     "partition": "tokens on which a routing depends: of a `token`, `sequence`, `micro_batch`, `global_batch` or `rank`",
     "region": 'pairs (region, mechanism) that memory policies may use: `("experts", "offload")`',
+    "update": "`elementwise`: rows or columns of a parameter that are updated alone get the bits of the whole. A "
+    "`region` of the optimizer promises it, too",
     "by_pass": "GEMMs go through `moefw.linear`, or quantize for each pass of backward themselves",
     "named_products": "each GEMM has a recipe of its own, `Precision.at(name, groups=...)`, that may remember steps",
     "formula": "what experts compute: `swiglu`, `clamped_swiglu`, and `bias` if they can have biases (`moefw.Dims`)",

@@ -20,7 +20,7 @@ OFF: Final = "Use train.graphs: none."
 
 @frozen
 class Asker:
-    """What asks for graphs, named in an error as a part is."""
+    """What needs something of parts and is none, named in an error as a part is. Without another name: graphs."""
 
     name: str = "train.graphs: step"
 

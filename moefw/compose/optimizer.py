@@ -10,45 +10,111 @@ from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, bare_context
+from moefw.compose.ruled_optimizer import STEP, Directions, ruled_optimizer, stored_parameters
 from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.facts import ANY
 from moefw.core.plugin import OPTIMIZER, MemoryPolicyPlugin
-from moefw.core.records import Canonical
+from moefw.core.records import Canonical, TrainedParameters
 from moefw.runtime.naming import by_parameter
 from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows
 from moefw.runtime.parallel.boxes import boxes
+from moefw.runtime.parallel.homes import Stored
 from moefw.runtime.parallel.local_shards import local, shared_out_like
-
-STEP = "step"
+from moefw.runtime.parallel.trained import trained_parameters
 
 
 def build_optimizer(
-    assembly: Assembly, model: nn.Module, layout: Layout, device: torch.device, shared: Shared
+    assembly: Assembly,
+    model: nn.Module,
+    layout: Layout,
+    device: torch.device,
+    shared: Shared,
+    *,
+    trained: TrainedParameters | None = None,
+    stored: Mapping[str, Stored] | None = None,
 ) -> torch.optim.Optimizer:
-    """Optimizer of a model on this rank. Raises RunError if there is no memory for its states."""
+    """Optimizer of a model on this rank. Raises RunError if there is no memory for its states.
+
+    ``trained``: its parameters that train, with their facts. None: those of the model. ``stored``: how ranks store
+    them, by name. None: as those of the model tell. Collective over all ranks where the plugin has a rule.
+    """
     plugin = assembly.parts.optimizer
     lr = assembly.spec.train.lr
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if trained is None:
+        trained = trained_parameters(model)
+    treated = _treatment(assembly, layout, device, shared)
+    rule = plugin.rule()
+    if rule is None:
+        return _elementwise(assembly, model, trained, treated)
+    taken = {name: parameter for name, parameter in trained.items() if rule.takes(trained.facts[name])}
+    left = {name: parameter for name, parameter in trained.items() if name not in taken}
+    rest = None
+    if left:
+        facts = {name: trained.facts[name] for name in left}
+        rest = _elementwise(assembly, model, TrainedParameters(left, facts), treated, keeps_states=True)
+    return ruled_optimizer(
+        rest,
+        taken,
+        stored_parameters(model) if stored is None else stored,
+        rule,
+        treated(Directions(rule)),
+        layout,
+        plugin=plugin.name,
+        device=device,
+        lr=lr,
+        seed=assembly.spec.run.seed,
+    )
+
+
+def _elementwise(
+    assembly: Assembly,
+    model: nn.Module,
+    trained: TrainedParameters,
+    treated: Callable[[OptimizerStates], OptimizerStates],
+    *,
+    keeps_states: bool = False,
+) -> torch.optim.Optimizer:
+    """Optimizer that the plugin builds, with its states as policies say.
+
+    ``keeps_states``: its states exist before its first step also without policies.
+    """
+    plugin = assembly.parts.optimizer
+    lr = assembly.spec.train.lr
     if not trained:  # all weights of this stage are frozen
         return torch.optim.SGD([{"params": []}], lr)
     optimizer: torch.optim.Optimizer = plugin.build(trained, lr)
-    policies = [policy for policy in assembly.parts.memory if OPTIMIZER in policy.regions]
-    if not policies:
+    if not keeps_states and not _policies(assembly):
         return optimizer
+    states = treated(TorchStates(optimizer))
+    return OptimizerUnderPolicies(optimizer, states, plugin.states(), dict(by_parameter(model)), assembly.spec.run.seed)
+
+
+def _policies(assembly: Assembly) -> list[MemoryPolicyPlugin]:
+    """Policies of the optimizer's states."""
+    return [policy for policy in assembly.parts.memory if OPTIMIZER in policy.regions]
+
+
+def _treatment(
+    assembly: Assembly, layout: Layout, device: torch.device, shared: Shared
+) -> Callable[[OptimizerStates], OptimizerStates]:
+    """Function that puts states under the policies of the optimizer."""
+    plugin = assembly.parts.optimizer
     context = bare_context(assembly, layout, device, shared)
-    offered = plugin.offers(assembly.site)["region"]
+    offered = plugin.offers(assembly.site).get("region", ())
     order = [] if offered == ANY else [mechanism for region, mechanism in offered if region == OPTIMIZER]
 
     def place(policy: MemoryPolicyPlugin) -> int:
         """Position of a policy among those of the optimizer, from the update outwards."""
         return order.index(policy.mechanism) if policy.mechanism in order else 0
 
-    states: OptimizerStates = TorchStates(optimizer)
-    for policy in sorted(policies, key=place):
-        states = _built(policy, context).treat(states)
-    return OptimizerUnderPolicies(optimizer, states, plugin.states(), dict(by_parameter(model)), assembly.spec.run.seed)
+    def treated(states: OptimizerStates) -> OptimizerStates:
+        for policy in sorted(_policies(assembly), key=place):
+            states = _built(policy, context).treat(states)
+        return states
+
+    return treated
 
 
 def _built(plugin: MemoryPolicyPlugin, context: BuildContext) -> OptimizerPolicy:
@@ -82,8 +148,17 @@ class TorchStates(OptimizerStates):
             self.inner.state[part.parameter] = {**part.states, STEP: step}
         self.inner.step()
         for part in parts:
+            self._require_no_others(part)
             part.parameter.grad = None
         self._forget()
+
+    def _require_no_others(self, part: StatePart) -> None:
+        """Raise ContractError for a state that the plugin does not name: it would be lost."""
+        others = self.inner.state[part.parameter].keys() - part.states.keys() - {STEP}
+        if others:
+            names = ", ".join(sorted(others))
+            what = f"{type(self.inner).__name__} keeps states that its plugin does not name: {names}."
+            raise ContractError(what, "Let states() of the plugin name each.")
 
     def _forget(self) -> None:
         """Drop all references to the parts, which would keep their storage in memory."""

@@ -25,6 +25,7 @@ from moefw.compose.spec.source import KeyPath, Marks, Tree, key_path, read_spec_
 from moefw.compose.spec.structure import structure
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.compose.stages import stage_problems
+from moefw.compose.updates import update_need, with_update
 from moefw.core.choice import Choice
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
@@ -97,6 +98,7 @@ def assemble_tree(
     work.check_freeze(spec.train)
     layout = work.lay_out(world)
     work.ask_for_graphs(spec.train, layout, trains=trains)
+    work.ask_for_an_update()
     machine = machine or this_machine(device)
     site, layers = work.fit(layout, machine, trains=trains)
     if layout is not None:
@@ -180,6 +182,7 @@ class _Resolution:
         self.unread: set[str] = set()
         """Those of which a part could not be read."""
         self.graph_demands: list[tuple[_Placed, Need]] = []
+        self.update_demands: list[tuple[_Placed, Need]] = []
         self.cause: Exception | None = None
 
     def tell(self, path: KeyPath, problem: Problem, kind: type[MoefwError] = PlanError) -> None:
@@ -440,6 +443,13 @@ class _Resolution:
                 asker = _Placed(("train",), Asker())
                 self.graph_demands = [(asker, need) for need in graph_needs(layout)]
 
+    def ask_for_an_update(self) -> None:
+        """Let the assembly ask the optimizer for an update that is the same under every layout."""
+        optimizer = self._find("optimizer")
+        if optimizer:
+            asker = _Placed(optimizer.path, Asker("the assembly"))
+            self.update_demands = [(asker, update_need(optimizer.part))]
+
     def check_graphs(self, layout: LayoutPlan, train: TrainSpec, layers: Mapping[int, LayerAssembly]) -> None:
         """Report why steps are not replayed, beside what parts offer."""
         pipeline = self._find("pipeline")
@@ -512,7 +522,8 @@ class _Resolution:
         for placed in self.placed:
             answers = False
             with self.asking(placed.path, placed.part, "offers()"):
-                stated = {**silence(placed.section), **offers_of(placed.section, placed.part.offers(here))}
+                own = with_update(placed.section, offers_of(placed.section, placed.part.offers(here)))
+                stated = {**silence(placed.section), **own}
                 known = {fact: value for fact, value in stated.items() if is_known(value)}
                 for fact, value in known.items():
                     RULES[FACTS[fact].rule]([value], ())
@@ -537,6 +548,7 @@ class _Resolution:
                         packages.append(need.value)
                     demands.append((placed, need))
         demands += self.graph_demands
+        demands += self.update_demands
         capability = (here.machine.capability,) if here.machine.capability else ANY
         has = offers(device=(here.machine.device,), capability=capability, package=tuple(packages))
         promises.append(("this machine", has))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Parameter
 
+    from moefw.core.records import ParameterFacts
     from moefw.core.stages import Batch, ExpertBatch, Pending, Routing
 
 
@@ -376,6 +377,55 @@ class Precision(ABC):
     def keep_activation(self, x: Tensor, rows: RowGroups | None = None) -> SavedOperand:
         """Saved form of rows ``x`` whose values backward reads, rather than an operand made of them."""
         return SavedOperand((x,), lambda saved: saved[0])
+
+
+class MatrixRule(ABC):
+    """Update of whole matrices, for an optimizer whose update of a part needs the rest of its matrix.
+
+    It holds options only: no state, and nothing that changes. A step has three parts. ``direction`` and ``apply`` are
+    elementwise and run where a parameter is stored, on the parts that are there. ``update`` runs between them, on whole
+    matrices, once for each matrix in the whole world: on its home, a rank to which the others that store parts of it
+    send theirs (:mod:`moefw.runtime.parallel.homes`). Clipping of gradients comes before.
+    """
+
+    bucket_bytes: int = 1 << 26
+    """Largest size in bytes, fp32, of the matrices that a rank computes between two exchanges, unless one is larger."""
+
+    def takes(self, facts: ParameterFacts) -> bool:
+        """Whether the rule updates a parameter. Each tensor named in ``facts`` must then have two dimensions.
+
+        What it does not take, the optimizer that ``OptimizerPlugin.build`` returns updates.
+        """
+        return facts.role == "matrix" and all(len(shape) == 2 for shape in facts.tensors.values())
+
+    def states(self) -> Sequence[str]:
+        """Keys of its states, which have the shape of the parameter: fp32, zero at first."""
+        return ()
+
+    def direction(self, grad: Tensor, states: Mapping[str, Tensor]) -> Tensor:
+        """Input of ``update``, of the shape of ``grad``, fp32. It changes ``states`` in place, and not ``grad``.
+
+        Elementwise: any rows of a parameter may be given alone, on any device.
+        """
+        return grad
+
+    @abstractmethod
+    def update(self, matrices_Bnm: Tensor) -> Tensor:
+        """Update ``(B, n, m)``, fp32, of B directions, each a whole matrix. A function of the directions alone.
+
+        The B matrices have nothing to do with each other. ``matrices_Bnm`` may be overwritten.
+        """
+
+    @abstractmethod
+    def apply(self, parameter: Tensor, update: Tensor, *, lr: float, shape: tuple[int, int]) -> None:
+        """Change a part of a matrix in place by the same part of its update: decay, and a step.
+
+        Elementwise. ``shape``: that of the whole matrix. ``lr``: the learning rate of the step.
+        """
+
+    def cost(self, shape: tuple[int, int]) -> float:
+        """Cost of the update of a matrix, in any unit: homes share it out evenly. The products of a Gram matrix."""
+        return float(shape[0] * shape[1] * min(shape))
 
 
 class MemoryPolicy(ABC):

@@ -81,6 +81,7 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("token_ids", "{} token ids", "some at least", ("model",), silence=ANY),
         Fact("partition", "routing that looks at one {}", "one of", ("routing",)),
         Fact("region", "region {} to allow {}", "some", ("model", "attention", "gemm", "optimizer"), itemised=True),
+        Fact("update", "an update that is {}", "one of", ("optimizer",)),
         Fact("by_pass", "operands quantized for each pass", "all", ("model", "attention", "gemm"), silence=False),
         Fact("named_products", "GEMMs with recipes of their own", "all", ("model", "attention", "gemm"), silence=False),
         Fact("adapter", "an adapter of {}", "some like", ("model", "attention", "gemm"), itemised=True, silence=()),

@@ -10,7 +10,7 @@ from attrs.validators import ge, gt, optional
 
 from moefw.core.errors import Problem
 from moefw.core.facts import ANY, Need, Offers, offers
-from moefw.core.records import AdaptedWeight, Order
+from moefw.core.records import AdaptedWeight, Order, TrainedParameters
 from moefw.core.site import Dims, Site
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ExpertGemm,
         Layout,
         LayoutPlan,
+        MatrixRule,
         MemoryPolicy,
         Precision,
         Router,
@@ -370,9 +371,13 @@ class DataSourcePlugin(Plugin):
 class OptimizerPlugin(Plugin):
     """Declares an optimizer.
 
+    It offers ``update=("elementwise",)``: any rows or columns of a parameter that are updated alone, as plain tensors
+    on any device, get the bits that they get in the whole. Ranks store parts of parameters, so no other update is the
+    same under every layout.
+
     To allow memory policies on its states, an optimizer names them in ``states``, and offers pairs
-    ``("optimizer", mechanism)`` as ``region``, in the order in which they apply, from the update outwards. Its update
-    is elementwise, so that any rows of a parameter can be updated alone, as plain tensors, on any device.
+    ``("optimizer", mechanism)`` as ``region``, in the order in which they apply, from the update outwards. This is the
+    promise of ``update``, too.
     """
 
     def states(self) -> Sequence[str]:
@@ -382,8 +387,21 @@ class OptimizerPlugin(Plugin):
         """
         return ()
 
-    def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
-        """``torch.optim.Optimizer`` over the parameters, given by canonical name."""
+    def rule(self) -> MatrixRule | None:
+        """Rule that updates whole matrices; None: all updates are those of ``build``.
+
+        The runtime brings each matrix together, whole, wherever its parts are stored. Policies treat its states, too.
+        With a rule, ``states`` names all states of the optimizer from ``build``.
+        """
+        return None
+
+    def build(self, parameters: TrainedParameters, lr: float) -> Any:
+        """``torch.optim.Optimizer`` over the parameters that no rule takes, a mapping from names in the model.
+
+        A group with a number ``lr_factor`` gets the learning rate of each step times this factor.
+
+        ``parameters.facts[name]``: the role of a parameter, its mesh, and the whole shapes of its named tensors.
+        """
         raise NotImplementedError
 
 

@@ -5,7 +5,7 @@ Shapes follow the legend of :mod:`moefw.core.stages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -23,6 +23,13 @@ Zero = Literal[1, 2, 3]
 """A stage of ZeRO: what ranks that shard parameters (FSDP) hold whole while the micro-batches of a step run.
 
 3: nothing; 2: weights; 1: weights and gradients.
+"""
+ParameterRole = Literal["matrix", "vector", "embedding", "head", "router", "norm", "bias"]
+"""What a parameter is in the model, as its owner says. Optimizers treat parameters by it.
+
+``matrix``: the weight of a product. ``vector``: a one-dimensional tensor that is nothing below, such as attention
+sinks. ``embedding``: a row for each token id, also where the head is tied to it. ``head``: the weight that makes
+logits. ``router``: any parameter of a router. ``norm``: the weight of a norm. ``bias``: what is added to a product.
 """
 
 
@@ -131,7 +138,8 @@ class Canonical:
     ``index``: of numbers, and of slices without a step. ``shard`` is the part of the named tensor that this rank holds;
     None: all of it. ``holders``: the positions on pp that hold copies, which other tokens' gradients reach; empty: this
     one alone. ``adapter_std``: of a parameter of an adapter, which no folder of weights has, the standard deviation of
-    its initial values; None: it is of the model.
+    its initial values; None: it is of the model. ``role``: what it is in the model; None: a matrix if the named tensor
+    has two dimensions or more, else a vector. All parameters of a router have the role ``router``.
     """
 
     name: str
@@ -140,6 +148,7 @@ class Canonical:
     shard: Shard | None = None
     holders: tuple[int, ...] = ()
     adapter_std: float | None = None
+    role: ParameterRole | None = None
 
     @property
     def of_adapter(self) -> bool:
@@ -149,6 +158,52 @@ class Canonical:
     def of(self, like: Tensor) -> Tensor:
         """This piece of a tensor with the parameter's shape: the parameter, its gradient or its moments."""
         return like[self.index] if self.index else like
+
+
+@frozen(kw_only=True)
+class ParameterFacts:
+    """What an optimizer is told of a parameter that trains.
+
+    ``name``: that of the parameter in the model on this rank. ``side``: its mesh. ``tensors``: the whole shape of each
+    named tensor of which the parameter holds all or a part. Several lie in one parameter where it is a stack, such as
+    the matrices of several experts, each with its gate and its up.
+    """
+
+    name: str
+    role: ParameterRole
+    side: Side
+    tensors: Mapping[str, tuple[int, ...]]
+
+
+class TrainedParameters(Mapping[str, "Parameter"]):
+    """The parameters that train, by their names in the model. ``facts`` tells of each, under the same name.
+
+    ``facts`` None: each is a dense tensor of its own name, a matrix if it has two dimensions or more, else a vector.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], facts: Mapping[str, ParameterFacts] | None = None) -> None:
+        self._parameters = dict(parameters)
+        if facts is None:
+            facts = {name: _plain_facts(name, parameter) for name, parameter in parameters.items()}
+        self.facts: Mapping[str, ParameterFacts] = facts
+
+    def __getitem__(self, name: str) -> Parameter:
+        """The parameter with this name."""
+        return self._parameters[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterator over the names."""
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        """Number of parameters."""
+        return len(self._parameters)
+
+
+def _plain_facts(name: str, parameter: Parameter) -> ParameterFacts:
+    """Facts of a parameter of which nothing else is known."""
+    role: ParameterRole = "matrix" if parameter.dim() > 1 else "vector"
+    return ParameterFacts(name=name, role=role, side="dense", tensors={name: tuple(parameter.shape)})
 
 
 @frozen(kw_only=True)

@@ -53,7 +53,7 @@ class Embedding(nn.Module, Named):
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (vocabulary, D)."""
-        yield Canonical("weight", self.weight, shard=self.tp.shard(0), holders=self.holders)
+        yield Canonical("weight", self.weight, shard=self.tp.shard(0), holders=self.holders, role="embedding")
 
 
 def lookup(weight_VD: Tensor, rows_N: Tensor, pad_row: int | None) -> Tensor:

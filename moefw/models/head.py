@@ -39,7 +39,7 @@ class Head(nn.Module, Named):
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (vocabulary, D)."""
-        yield Canonical("weight", self.weight, shard=self.tp.shard(0))
+        yield Canonical("weight", self.weight, shard=self.tp.shard(0), role="head")
 
 
 def losses(

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from moefw.compose.build import Shared
 from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout
+from moefw.core.records import TrainedParameters
 from moefw.planner.micro_batch import MicroBatch
+from moefw.runtime.parallel.holders import holdings
+from moefw.runtime.parallel.homes import Stored
+from moefw.runtime.parallel.trained import trained_parameters
 
 
 @frozen(kw_only=True)
@@ -26,8 +30,9 @@ class States:
 def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     """States of all parameters that train, measured while an optimizer is built and makes one step.
 
-    The optimizer gets parameters of this rank's shapes, fp32 without values, in a module with the model's names. Those
-    of a layer that did not run are left out: the layer that stands for it counts that many times.
+    The optimizer gets parameters of this rank's shapes, fp32 without values, in a module with the model's names, and
+    the facts of the model's own. Those of a layer that did not run are left out: the layer that stands for it counts
+    that many times. With a rule for matrices none is left out: which ones a rank computes depends on all of them.
 
     ``device`` and ``host``: bytes of each state tensor when the step has ended, by where its storage lies, times the
     parameters that its own one stands for. ``passing``: the maximum, over all moments from before the build to the end
@@ -39,10 +44,13 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     grows with the elements of those that did not run.
     """
     recorder = batch.recorder
-    num_alike = _num_alike(batch)
+    plugin = batch.assembly.parts.optimizer
+    num_alike = _num_alike(batch) if plugin.rule() is None else {}
     stored = nn.Module()
+    facts = trained_parameters(batch.model).facts
     copies: dict[nn.Parameter, int] = {}
     """The number of parameters that each one of the optimizer stands for."""
+    stand_ins: dict[str, nn.Parameter] = {}
     for name, parameter in batch.model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -50,12 +58,16 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
         if copy_count:
             shard = nn.Parameter(torch.empty(*batch.stored(parameter)))
             _register(stored, name, shard)
+            stand_ins[name] = shard
             copies[shard] = copy_count
     before = recorder.now
     assembly = batch.assembly
     with recorder.places.phase("optimizer"):
-        with assembly.registry.calling(assembly.parts.optimizer, "build()"):
-            optimizer = build_optimizer(assembly, stored, layout, torch.device("cpu"), shared)
+        with assembly.registry.calling(plugin, "build()"):
+            trained = TrainedParameters(stand_ins, {name: facts[name] for name in stand_ins})
+            optimizer = build_optimizer(
+                assembly, stored, layout, torch.device("cpu"), shared, trained=trained, stored=_as_sharded(batch)
+            )
         for parameter in copies:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -82,6 +94,21 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
             else:
                 device_bytes += copy_count * state.nbytes
     return States(device=device_bytes, host=host_bytes, passing=passing)
+
+
+def _as_sharded(batch: MicroBatch) -> dict[str, Stored]:
+    """How ranks store each parameter of a model that FSDP would shard, by name."""
+    names = {parameter: name for name, parameter in batch.model.named_parameters()}
+    return {
+        names[holding.parameter]: Stored(holding=holding, sharded_dim=_sharded_dim(batch, holding.parameter))
+        for holding in holdings(batch.model)
+    }
+
+
+def _sharded_dim(batch: MicroBatch, parameter: nn.Parameter) -> int | None:
+    """Dimension along which ranks shard a parameter: the only one that is shorter on this rank; None: there is none."""
+    sizes = zip(parameter.shape, batch.stored(parameter), strict=True)
+    return next((dim for dim, (whole, own) in enumerate(sizes) if own < whole), None)
 
 
 def _num_alike(batch: MicroBatch) -> dict[nn.Parameter, int]:

@@ -62,7 +62,7 @@ class Linear(nn.Module, Named):
         """Yield ``weight`` (out_dim, in_dim) and ``bias`` (out_dim), if there is one."""
         yield Canonical("weight", self.weight, shard=self.shard)
         if self.bias is not None:
-            yield Canonical("bias", self.bias, shard=self.shard)
+            yield Canonical("bias", self.bias, shard=self.shard, role="bias")
         if self.adapter is not None:
             yield from self.adapter.canonical()
 
@@ -104,13 +104,13 @@ class RowParallelLinear(nn.Module, Named):
         """Yield ``weight`` (out_dim, in_dim) and ``bias`` (out_dim), if there is one."""
         yield Canonical("weight", self.weight, shard=self.tp.shard(1))
         if self.bias is not None:
-            yield Canonical("bias", self.bias)
+            yield Canonical("bias", self.bias, role="bias")
         if self.adapter is not None:
             yield from self.adapter.canonical()
 
 
 @final
-class RMSNorm(nn.Module):
+class RMSNorm(nn.Module, Named):
     """``x / sqrt(mean(x^2) + eps) * weight``, the mean in fp32 (arXiv 1910.07467)."""
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -121,6 +121,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``x`` normalised over its last dimension, in its dtype."""
         return rms_norm(x, self.weight, self.eps)
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield ``weight`` (dim)."""
+        yield Canonical("weight", self.weight, role="norm")
 
 
 def _adapter(

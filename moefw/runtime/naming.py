@@ -12,13 +12,23 @@ from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moefw.core.contracts import ExpertGemm, Meter, Named, Stateful
-from moefw.core.records import Canonical, Shard, Side
+from moefw.core.contracts import ExpertGemm, Meter, Named, Router, Stateful
+from moefw.core.records import Canonical, ParameterRole, Shard, Side
 from moefw.runtime.parallel.local_shards import all_of, is_held_as_codes
 
 
 def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
-    """Yield every parameter on this rank under its canonical name, experts one by one."""
+    """Yield every parameter on this rank under its canonical name, experts one by one.
+
+    Here, once for all routers, their parameters get the role ``router``, and embeddings of torch theirs.
+    """
+    role = _role_of_all(model)
+    for piece in _named(model):
+        yield piece if role is None else evolve(piece, role=role)
+
+
+def _named(model: nn.Module) -> Iterator[Canonical]:
+    """Yield the parameters of a module as it names them, or as torch does."""
     if isinstance(model, Named):
         yield from model.canonical()
         return
@@ -27,6 +37,13 @@ def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
     for prefix, child in model.named_children():
         for piece in canonical_parameters(child):
             yield evolve(piece, name=f"{prefix}.{piece.name}")
+
+
+def _role_of_all(module: nn.Module) -> ParameterRole | None:
+    """Role of all parameters of a module, if its class says it; None: each piece says its own."""
+    if isinstance(module, Router):
+        return "router"
+    return "embedding" if isinstance(module, nn.Embedding) else None
 
 
 def by_parameter(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Canonical]]]:

@@ -208,7 +208,7 @@ class Engine:
             if self.clip_norm is not None:
                 self.gradients.clip(made.norms[0], self.clip_norm)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_factor", 1.0)
             self.optimizer.step()
             for number, layer in made.tally.layers.items():  # of this rank
                 if not stays(self.routers[number]):

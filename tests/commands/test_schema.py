@@ -152,7 +152,8 @@ class TestSchema:
 
     def test_an_editor_sees_descriptions_and_defaults(self):
         found = written_schema()
-        (adamw,) = (b for b in found["properties"]["train"]["properties"]["optimizer"]["oneOf"] if "properties" in b)
+        optimizers = found["properties"]["train"]["properties"]["optimizer"]["oneOf"]
+        (adamw,) = (b for b in optimizers if b.get("properties", {}).get("use") == {"const": "adamw"})
         assert adamw["description"].startswith("Decoupled weight decay")
         text = "Share of the first moment, a mean of gradients, that a step keeps."
         bounds = {"minimum": 0, "exclusiveMaximum": 1}

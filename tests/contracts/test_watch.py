@@ -15,3 +15,14 @@ def test_a_member_of_any_set_is_seen(name: str) -> None:
     before = held(part)
     getattr(part, name).add(4)
     assert changed(before, held(part)) == [f"{name}.members.1"]
+
+
+class Counting:
+    count = 0
+
+
+def test_a_value_of_a_part_that_hides_one_of_its_class_is_seen() -> None:
+    part = Counting()
+    before = held(part)
+    part.count += 1
+    assert changed(before, held(part)) == ["count"]

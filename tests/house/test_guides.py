@@ -93,13 +93,14 @@ class Reader:
     def install(self) -> None:
         project = tomllib.loads((self.folder / "pyproject.toml").read_text())["project"]
         info = self.site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-        info.mkdir(parents=True)
+        info.mkdir(parents=True, exist_ok=True)  # a guide may install its package again
         head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
         (info / "METADATA").write_text(head)
         entries = "".join(f"{name} = {module}\n" for name, module in project["entry-points"]["moefw"].items())
         (info / "entry_points.txt").write_text(f"[moefw]\n{entries}")
         for package in self.folder.glob("moefw_*"):
-            (self.site / package.name).symlink_to(package)
+            if not (self.site / package.name).exists():
+                (self.site / package.name).symlink_to(package)
 
 
 def commands(console: str) -> Iterator[tuple[str, list[str]]]:

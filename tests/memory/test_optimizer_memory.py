@@ -106,6 +106,34 @@ def test_a_resumed_run_goes_on_bit_for_bit_in_any_layout(pool: RankPool, tmp_pat
     assert differing(through, resumed) == []
 
 
+MUON = {"train": {**SMALL["train"], "optimizer": {"use": "muon", "bucket_bytes": 1}}}
+"""Each matrix by itself, so that no layout rounds differently."""
+MOVED = [
+    (DOWN, "ep 2, sharded"),
+    pytest.param(UP, "tp 2, etp 2", marks=pytest.mark.deep),
+    pytest.param(DOWN, "one rank", marks=pytest.mark.deep),
+]
+
+
+@pytest.mark.parametrize(("memory", "layout"), MOVED)
+def test_offload_changes_no_bit_of_muon(pool: RankPool, tmp_path: Path, memory: Memory, layout: str) -> None:
+    plain = run(pool, tmp_path / "plain", [], layout, range(3), **MUON)
+    assert "optimizer/momentum_buffer/layers.0.attention.q_proj.weight" in plain
+    assert differing(plain, run(pool, tmp_path / "moved", memory, layout, range(3), **MUON)) == []
+
+
+@pytest.mark.parametrize("memory", [[*DOWN, *BF16], *deep([], BF16, UP)], ids=["both", "plain", "bf16", "offload"])
+def test_muon_goes_on_bit_for_bit_in_any_layout(pool: RankPool, tmp_path: Path, memory: Memory) -> None:
+    through = run(pool, tmp_path / "through", memory, "one rank", range(4), **MUON)
+    legs = {"all sharded": range(2), "tp 2, etp 2": range(2, 3), "ep 2, sharded": range(3, 4)}
+    for layout, steps in legs.items():
+        resumed = run(pool, tmp_path / "legs", memory, layout, steps, **MUON)
+    # PyTorch's AdamW rounds parts of a norm otherwise, which are shorter than a vector of the CPU.
+    assert [name for name in differing(through, resumed) if "norm" not in name] == []
+    states = {through[name].dtype for name in through if name.startswith("optimizer/momentum_buffer/")}
+    assert states == {torch.bfloat16 if BF16[0] in memory else torch.float32}
+
+
 def test_states_are_rounded_to_nearest_where_a_run_goes_on_in_bf16_and_widened_back(
     pool: RankPool, tmp_path: Path
 ) -> None:
@@ -148,6 +176,9 @@ class Stubborn(moefw.OptimizerPlugin):
     """An optimizer that declares nothing about its states."""
 
     name = "stubborn"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(update=("elementwise",))
 
     def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
         return torch.optim.SGD(parameters.values(), lr=lr)

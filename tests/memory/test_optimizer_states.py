@@ -20,6 +20,7 @@ from moefw.runtime.naming import by_parameter, canonical_parameters
 from moefw.runtime.optimizer_states import OptimizerStates, StatePart, buckets, local_rows
 from moefw.runtime.parallel.boxes import boxes, numbers
 from moefw.runtime.parallel.local_shards import local
+from moefw.runtime.parallel.trained import trained_parameters
 from moefw.testing.suites.watch import same_bits
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 
 def treated(model: nn.Module, states: Any, **options: Any) -> OptimizerUnderPolicies:
     """Return an optimizer of a model with the states ``states(inner)``."""
-    inner = AdamW(**options).build(dict(model.named_parameters()), 1e-2)
+    inner = AdamW(**options).build(trained_parameters(model), 1e-2)
     return OptimizerUnderPolicies(inner, states(TorchStates(inner)), AdamW().states(), dict(by_parameter(model)), 0)
 
 

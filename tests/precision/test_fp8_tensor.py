@@ -19,6 +19,7 @@ from moefw.core.errors import ContractError, PlanError, SpecError
 from moefw.core.records import RowGroups
 from moefw.plugins.precision.quantized.tensorwise import FORMATS, DelayedScales, GemmScales
 from moefw.runtime.naming import state_tensors
+from moefw.runtime.parallel.trained import trained_parameters
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_context, open_model, whole_model
@@ -154,7 +155,7 @@ def parts(x: Tensor, about: RowGroups) -> list[Tensor]:
 
 def engine_of(layer_case: LayerCase) -> tuple[nn.Module, Engine, Callable[[int], list[Any]]]:
     model, assembly, layout, _ = open_model(layer_case)
-    optimizer = assembly.parts.optimizer.build(dict(model.named_parameters()), 1e-3)
+    optimizer = assembly.parts.optimizer.build(trained_parameters(model), 1e-3)
     return model, Engine(model, optimizer, layout, clip_norm=1.0), lambda step: global_batch(assembly, layout, step)
 
 

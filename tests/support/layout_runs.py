@@ -39,6 +39,8 @@ class Row:
     tokens_per_step: int = 256
     seq_len: int = 16
     quick: bool = False
+    gemm: str = "grouped"
+    optimizer: Mapping[str, Any] = field(factory=lambda: {"use": "adamw", "eps": EPS}, eq=json.dumps)
 
     def __str__(self) -> str:
         sizes = json.dumps(self.parallel).replace('"', "")
@@ -74,7 +76,8 @@ class Row:
             "context_parallel": {"use": self.context_parallel},
             "parallel": dict(self.parallel),
             "pipeline": {"use": "1f1b", **self.pipeline},
-            "train": {**SMALL["train"], **shape, "optimizer": {"use": "adamw", "eps": EPS}},
+            "gemm": {"use": self.gemm},
+            "train": {**SMALL["train"], **shape, "optimizer": dict(self.optimizer)},
         }
 
 

@@ -1,12 +1,15 @@
-"""The learning rate over the steps, and the parameters with weight decay."""
+"""The learning rate over the steps, and the roles of parameters with weight decay."""
 
 from __future__ import annotations
+
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moefw.core.records import ParameterFacts, ParameterRole, TrainedParameters
 from moefw.plugins.optimizers.adamw import AdamW
 from moefw.plugins.schedules.warmed_up import WSD, Cosine
 
@@ -41,23 +44,17 @@ def test_cosine_is_halfway_down_in_the_middle() -> None:
     assert Cosine(warmup_steps=0, final_share=0.0).factor(49, 100) == pytest.approx(0.5)
 
 
-def test_norms_routers_embeddings_and_biases_do_not_decay() -> None:
-    names = [
-        "embed.weight",
-        "layers.0.attention_norm.weight",
-        "layers.0.moe.router.weight",
-        "layers.0.attention.q_norm.weight",
-        "layers.0.attention.q_proj.weight",
-        "layers.0.moe.experts.down",
-        "head.weight",
-    ]
-    optimizer = AdamW(weight_decay=0.5).build({name: torch.nn.Parameter(torch.ones(2)) for name in names}, 1.0)
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+def test_matrices_and_the_head_decay_whatever_their_names() -> None:
+    roles: tuple[ParameterRole, ...] = get_args(ParameterRole)
+    parameters = {f"norm.{role}.bias": torch.nn.Parameter(torch.ones(2)) for role in roles}
+    facts = {
+        name: ParameterFacts(name=name, role=role, side="dense", tensors={name: (2,)})
+        for name, role in zip(parameters, roles, strict=True)
+    }
+    optimizer = AdamW(weight_decay=0.5).build(TrainedParameters(parameters, facts), 1.0)
+    for parameter in parameters.values():
         parameter.grad = torch.zeros(2)
     optimizer.step()
-    decayed = {0.5: [], 1.0: []}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters:
-        decayed[parameter[0].item()].append(parameter)
-    assert len(decayed[0.5]) == 3
-    assert len(decayed[1.0]) == 4
+    halved = {facts[name].role for name, parameter in parameters.items() if parameter[0].item() == 0.5}
+    assert halved == {"matrix", "head"}
+    assert all(parameter[0].item() in (0.5, 1.0) for parameter in parameters.values())

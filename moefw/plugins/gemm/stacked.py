@@ -41,10 +41,11 @@ class StackedExperts(nn.Module, ExpertGemm):
         f = self.down.shape[-1]
         into, out_of = self.shards
         for local, expert in enumerate(self.numbers):
-            yield Canonical(f"{expert}.gate_proj.weight", self.gate_up, (local, slice(0, f)), into)
-            yield Canonical(f"{expert}.up_proj.weight", self.gate_up, (local, slice(f, 2 * f)), into)
+            gate, up = (local, slice(0, f)), (local, slice(f, 2 * f))
+            yield Canonical(f"{expert}.gate_proj.weight", self.gate_up, gate, into)
+            yield Canonical(f"{expert}.up_proj.weight", self.gate_up, up, into)
             yield Canonical(f"{expert}.down_proj.weight", self.down, (local,), out_of)
             if self.gate_up_bias is not None and self.down_bias is not None:
-                yield Canonical(f"{expert}.gate_proj.bias", self.gate_up_bias, (local, slice(0, f)), into)
-                yield Canonical(f"{expert}.up_proj.bias", self.gate_up_bias, (local, slice(f, 2 * f)), into)
-                yield Canonical(f"{expert}.down_proj.bias", self.down_bias, (local,), into)
+                yield Canonical(f"{expert}.gate_proj.bias", self.gate_up_bias, gate, into, role="bias")
+                yield Canonical(f"{expert}.up_proj.bias", self.gate_up_bias, up, into, role="bias")
+                yield Canonical(f"{expert}.down_proj.bias", self.down_bias, (local,), into, role="bias")

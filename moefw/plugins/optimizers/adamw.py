@@ -1,9 +1,8 @@
-"""``adamw``: AdamW with decay on matrices only."""
+"""``adamw``: AdamW with decay of matrices only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from attrs import field, frozen
 from attrs.validators import and_, ge, gt, lt
@@ -11,15 +10,16 @@ from attrs.validators import and_, ge, gt, lt
 import moefw
 from moefw.core.facts import Offers
 from moefw.core.plugin import OPTIMIZER, OptimizerPlugin
+from moefw.core.records import ParameterRole, TrainedParameters
 from moefw.core.site import Site
 
-NO_DECAY = ("norm", "router", "embed", "bias", "sinks")
-"""Parameters with one of these words in their canonical name do not decay."""
+DECAYING: Final[tuple[ParameterRole, ...]] = ("matrix", "head")
+"""The roles of the parameters that decay."""
 
 
 @frozen(kw_only=True)
 class AdamW(OptimizerPlugin):
-    """Decoupled weight decay (arXiv 1711.05101), none on norms, routers, embeddings, biases and sinks."""
+    """Decoupled weight decay (arXiv 1711.05101) of matrices and the head alone."""
 
     name: ClassVar[str] = "adamw"
 
@@ -33,20 +33,20 @@ class AdamW(OptimizerPlugin):
     """Weight decay: a step takes this share, times the learning rate, off each weight that decays."""
 
     def offers(self, site: Site) -> Offers:
-        """Offer to store the moments in bf16, off the device, or both."""
-        return moefw.offers(region=((OPTIMIZER, "bf16"), (OPTIMIZER, "offload")))
+        """Offer an elementwise update, with the moments in bf16, off the device, or both."""
+        return moefw.offers(update=("elementwise",), region=((OPTIMIZER, "bf16"), (OPTIMIZER, "offload")))
 
     def states(self) -> tuple[str, ...]:
         """Names of the moments."""
         return ("exp_avg", "exp_avg_sq")
 
-    def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
+    def build(self, parameters: TrainedParameters, lr: float) -> Any:
         """Fused ``torch.optim.AdamW``; a group holds parameters of one mesh with the same decay."""
         import torch
 
         alike: dict[Any, list[Any]] = {}
         for name, parameter in parameters.items():
-            decays = not any(word in name for word in NO_DECAY)
+            decays = parameters.facts[name].role in DECAYING
             alike.setdefault((decays, getattr(parameter, "device_mesh", None)), []).append(parameter)
         groups = [
             {"params": members, "weight_decay": self.weight_decay if decays else 0.0}

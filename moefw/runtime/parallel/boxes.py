@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from moefw.core.errors import ContractError
-from moefw.core.records import Canonical
+from moefw.core.records import Canonical, ParameterRole
 from moefw.runtime.parallel.local_shards import stored
 
 
@@ -68,7 +68,15 @@ def boxes(pieces: Sequence[Canonical]) -> tuple[Box, ...]:
     for stride in strides(parameter.shape):
         first.append(offset // stride)
         offset %= stride
-    of_pieces = [_box(piece, first, view.shape) for piece in pieces]
+    return boxes_within(pieces, first, view.shape)
+
+
+def boxes_within(pieces: Sequence[Canonical], first: Sequence[int], stored_shape: Sequence[int]) -> tuple[Box, ...]:
+    """Boxes of the pieces of a parameter of which a rank stores what begins at ``first`` and has ``stored_shape``.
+
+    Raises ContractError for a piece that is no box.
+    """
+    of_pieces = [_box(piece, first, stored_shape) for piece in pieces]
     return tuple(box for box in of_pieces if box is not None)
 
 
@@ -118,6 +126,13 @@ def whole_shape(piece: Canonical) -> tuple[int, ...]:
     ranges = _ranges(piece)
     sizes = tuple(len(ranges[dim]) for dim in _named_dims(piece))
     return sizes if piece.shard is None else piece.shard.whole(sizes)
+
+
+def role(piece: Canonical) -> ParameterRole:
+    """Role of a piece: what its owner says, or what the dimensions of the named tensor say."""
+    if piece.role is not None:
+        return piece.role
+    return "matrix" if len(_named_dims(piece)) > 1 else "vector"
 
 
 def _named_dims(piece: Canonical) -> tuple[int, ...]:

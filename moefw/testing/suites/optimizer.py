@@ -3,39 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from moefw.compose.optimizer import TorchStates
+from moefw.compose.updates import with_update
+from moefw.core.facts import ANY
 from moefw.core.plugin import OPTIMIZER
+from moefw.core.records import TrainedParameters
 from moefw.runtime.optimizer_states import StatePart
-from moefw.testing.suites.base import Suite
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.optimizer_case import (
+    CUTS,
+    RANKS,
+    copies_of,
+    drawn,
+    gradients,
+    half_squares,
+    halves,
+    part,
+    parts,
+    renamed,
+    share_lost,
+    subset,
+    take_step,
+    with_facts,
+)
+from moefw.testing.suites.optimizer_memory_policy_case import Rested, rested
+from moefw.testing.suites.optimizer_rule import MatrixRuleTests
+from moefw.testing.suites.runs import whole_model
 from moefw.testing.suites.watch import same_bits
-
-SHAPES: Final[Mapping[str, tuple[int, ...]]] = {
-    "embed.weight": (8, 64),
-    "layers.0.attention_norm.weight": (64,),
-    "layers.0.moe.router.weight": (4, 64),
-    "layers.0.moe.experts.0.up": (16, 64),
-    "head.weight": (8, 64),
-}
-"""Parameters by canonical name. Their rows fill the vectors of a CPU, so that parts of them round as the whole does."""
+from moefw.testing.training import SMALL
 
 STEPS: Final = 3
+LAYOUTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "tp 2, etp 2": {"dense": {"tp": 2}, "experts": {"etp": 2}},
+    "all sharded, ep 2": {"dense": {"shard": "all"}, "experts": {"ep": 2}},
+}
 
 
-class OptimizerSuite(Suite):
-    """Tests an optimizer against its contract, with parameters and gradients that are drawn."""
+class OptimizerSuite(MatrixRuleTests):
+    """Tests an optimizer against its contract, with parameters and gradients that are drawn.
 
-    lr: ClassVar[float] = 0.01
-    """Learning rate."""
+    What is said of updates in general holds for those of ``build``: of all parameters that no rule takes.
+    """
+
+    def test_it_says_that_its_update_is_elementwise(self) -> None:
+        """``offers`` has the update, or a region of the optimizer, which promises it, too."""
+        site = LayerCase(parts=self.parts).assemble().site
+        offered = with_update("optimizer", self.part.offers(site)).get("update", ())
+        says = f'{self.plugin.name}: offers() does not say update=("elementwise",), so every spec with it is refused.'
+        assert offered == ANY or "elementwise" in offered, says
 
     def test_it_updates_each_parameter_in_one_group(self) -> None:
-        """``build`` returns a torch optimizer over all parameters."""
-        parameters = drawn()
+        """``build`` returns a torch optimizer over all parameters that it gets."""
+        parameters = self._drawn()
         optimizer = self.part.build(parameters, self.lr)
         is_torchs = isinstance(optimizer, torch.optim.Optimizer)
         assert is_torchs, f"{self.plugin.name} builds something that is no torch.optim.Optimizer."
@@ -46,37 +71,62 @@ class OptimizerSuite(Suite):
 
     def test_it_goes_down(self) -> None:
         """Of half the sum of squares, whose gradients are the parameters, the value falls."""
-        parameters = drawn()
+        parameters = self._drawn()
         optimizer = self.part.build(parameters, self.lr)
-        before = _squares(parameters)
+        before = half_squares(parameters)
         for _ in range(10 * STEPS):
             for parameter in parameters.values():
                 parameter.grad = parameter.detach().clone()
             optimizer.step()
-        after = _squares(parameters)
+        after = half_squares(parameters)
         assert after < before, f"{self.plugin.name}: a sum of squares goes from {before:.6g} to {after:.6g}."
 
     def test_the_learning_rate_of_each_step_is_that_of_its_group(self) -> None:
         """A run writes it there before each step. At 0 no parameter changes."""
-        parameters = drawn()
+        parameters = self._drawn()
         optimizer = self.part.build(parameters, self.lr)
-        _step(optimizer, parameters, 0)
+        take_step(optimizer, parameters, 0)
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        _step(optimizer, parameters, 1)
+        take_step(optimizer, parameters, 1)
         for name, parameter in parameters.items():
             stays = torch.equal(parameter, before[name])
             assert stays, f"{self.plugin.name}: {name} changes at a learning rate of 0, written into its group."
 
+    def test_weight_decay_is_taken_once(self) -> None:
+        """Of a group with ``weight_decay``, a step without a gradient's direction takes this share, times the rate.
+
+        A decay that takes another share of each element, as one that goes through moments does, is not judged.
+        """
+        parameters = self._drawn()
+        optimizer = self.part.build(parameters, self.lr)
+        before = {id(parameter): parameter.detach().clone() for parameter in parameters.values()}
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        judged = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                share = share_lost(before[id(parameter)], parameter)
+                if "weight_decay" not in group or share is None:
+                    continue
+                judged += 1
+                right = group["lr"] * group["weight_decay"]
+                says = f"{self.plugin.name}: a step of decay alone takes {share:.6g} off {names[id(parameter)]}"
+                assert abs(share - right) <= 1e-6 + 1e-3 * right, f"{says}; lr x weight_decay is {right:.6g}."
+        if not judged:
+            pytest.skip(f"{self.plugin.name} has no group with a weight_decay that takes one share off all elements")
+
     def test_a_parameter_without_a_gradient_stays(self) -> None:
         """An expert that gets no token may have none."""
-        parameters = drawn()
-        left_out = parameters["head.weight"]
+        parameters = self._drawn()
+        *_, left_out = parameters.values()
         before = left_out.detach().clone()
         optimizer = self.part.build(parameters, self.lr)
         try:
-            _step(optimizer, {name: each for name, each in parameters.items() if each is not left_out}, 0)
+            take_step(optimizer, {name: each for name, each in parameters.items() if each is not left_out}, 0)
         except Exception as error:
             what = f"{self.plugin.name}: a parameter without a gradient raises {type(error).__name__}: {error}."
             raise AssertionError(what) from error
@@ -87,6 +137,58 @@ class OptimizerSuite(Suite):
         first, _ = self._after(STEPS)
         second, _ = self._after(STEPS)
         self._same(first, second, "when the steps run again")
+
+    def test_names_decide_nothing(self) -> None:
+        """Parameters with the same roles under misleading names get the same bits."""
+        plain, _ = self._after(STEPS)
+        whole = self._drawn()
+        others, names = renamed(whole)
+        optimizer = self.part.build(others, self.lr)
+        for step in range(STEPS):
+            for name, grad in gradients(step).items():
+                if name in whole:
+                    others[names[name]].grad = grad
+            optimizer.step()
+        self._same(plain, {name: others[other] for name, other in names.items()}, "under another name")
+
+    def test_no_parameter_looks_at_another(self) -> None:
+        """Other ranks have other parameters, so that each one alone gets the bits that it gets among them."""
+        among_others, _ = self._after(STEPS)
+        for name in among_others:
+            alone = subset(self._drawn(), [name])
+            optimizer = self.part.build(alone, self.lr)
+            for step in range(STEPS):
+                take_step(optimizer, alone, step)
+            self._same(alone, among_others, "updated without the others")
+
+    @pytest.mark.parametrize("cut", CUTS)
+    def test_parts_that_ranks_store_are_updated_as_in_the_whole(self, cut: str) -> None:
+        """Rows, columns and experts that are updated alone get the bits that they get in the whole."""
+        whole, _ = self._after(STEPS)
+        dim = CUTS[cut]
+        for rank in range(RANKS):
+            own = parts(self._drawn(), dim, rank)
+            optimizer = self.part.build(own, self.lr)
+            for step in range(STEPS):
+                grads = gradients(step)
+                for name, parameter in own.items():
+                    parameter.grad = part(grads[name], dim, rank)
+                optimizer.step()
+            expected = {name: part(parameter, dim, rank) for name, parameter in whole.items()}
+            self._same(expected, own, f"cut along {cut}")
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_layouts_update_alike(self, layout: str) -> None:
+        """Given the same gradients, ranks end with the parameters of one rank: with a rule, within ``rtol``."""
+        train = {**SMALL["train"], "optimizer": self.chosen}
+        settings: Any = {"plugins": (self.plugin,), "sizes": {"vocab_size": 64}}
+        common = {**self.parts, "train": train}
+        on_one_rank = whole_model(1, parts=common, **settings)
+        (alone,) = self.pool.run(rested, 1, on_one_rank, STEPS)
+        (begun,) = self.pool.run(rested, 1, on_one_rank, 0)
+        split = whole_model(2, parts={**common, "parallel": LAYOUTS[layout]}, **settings)
+        for on_rank in self.pool.run(rested, 2, split, STEPS):
+            self._alike(begun, alone, on_rank, f"under {layout}")
 
     def test_states_are_those_that_it_names(self) -> None:
         """A state that ``states`` names is fp32 and has the shape of its parameter. ``step`` is a number."""
@@ -102,34 +204,29 @@ class OptimizerSuite(Suite):
     def test_with_states_of_a_checkpoint_it_goes_on_with_the_same_bits(self) -> None:
         """A checkpoint holds the parameters, and what ``state`` holds of each. Nothing else is needed."""
         parameters, optimizer = self._after(STEPS)
-        restored = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+        restored = with_facts({name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()})
         other = self.part.build(restored, self.lr)
         for name, parameter in restored.items():
-            other.state[parameter].update(
-                {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in optimizer.state[parameters[name]].items()
-                }
-            )
-        _step(optimizer, parameters, STEPS)
-        _step(other, restored, STEPS)
+            other.state[parameter].update(copies_of(optimizer.state[parameters[name]]))
+        take_step(optimizer, parameters, STEPS)
+        take_step(other, restored, STEPS)
         self._same(parameters, restored, "after a checkpoint")
 
-    def test_rows_that_are_updated_alone_are_updated_as_in_the_whole(self) -> None:
+    def test_rows_that_policies_update_alone_are_updated_as_in_the_whole(self) -> None:
         """Memory policies update rows of a parameter, as plain tensors, with states that begin at zero."""
         offered = self.offers().get("region") or ()
-        if not any(region == OPTIMIZER for region, _ in offered):
+        if offered != ANY and not any(region == OPTIMIZER for region, _ in offered):
             pytest.skip(f"{self.plugin.name} offers no region of the optimizer to memory policies")
         whole, of_whole = self._after(STEPS)
-        parameters = drawn()
+        parameters = self._drawn()
         optimizer = self.part.build(parameters, self.lr)
         group_of = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
         keys = self.part.states()
-        rooms = {name: {key: torch.zeros(SHAPES[name]) for key in keys} for name in parameters}
+        rooms = {name: {key: torch.zeros_like(each) for key in keys} for name, each in parameters.items()}
         states = TorchStates(optimizer)
         for step in range(STEPS):
-            grads = _gradients(step)
-            parts = [
+            grads = gradients(step)
+            rows_of = [
                 StatePart(
                     group=group_of[id(parameter)],
                     parameter=parameter.detach()[rows],
@@ -140,21 +237,27 @@ class OptimizerSuite(Suite):
                     seed=0,
                 )
                 for name, parameter in parameters.items()
-                for rows in _halves(parameter)
+                for rows in halves(parameter)
             ]
-            states.update(parts)
+            states.update(rows_of)
         self._same(whole, parameters, "updated in two halves")
         for name in parameters:
             for key in keys:
                 right = same_bits(rooms[name][key], of_whole.state[whole[name]][key])
                 assert right, f"{self.plugin.name}: updated in two halves, {key} of {name} has other bits."
 
-    def _after(self, steps: int) -> tuple[dict[str, nn.Parameter], Any]:
+    def _drawn(self) -> TrainedParameters:
+        """Parameters that no rule takes."""
+        whole = drawn()
+        rule = self.part.rule()
+        return subset(whole, [name for name in whole if rule is None or not rule.takes(whole.facts[name])])
+
+    def _after(self, steps: int) -> tuple[TrainedParameters, Any]:
         """Parameters, and their optimizer, after so many steps."""
-        parameters = drawn()
+        parameters = self._drawn()
         optimizer = self.part.build(parameters, self.lr)
         for step in range(steps):
-            _step(optimizer, parameters, step)
+            take_step(optimizer, parameters, step)
         return parameters, optimizer
 
     def _same(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor], when: str) -> None:
@@ -162,33 +265,14 @@ class OptimizerSuite(Suite):
         for name, parameter in first.items():
             assert same_bits(parameter, second[name]), f"{self.plugin.name}: {when}, {name} has other bits."
 
-
-def drawn() -> dict[str, nn.Parameter]:
-    """Parameters by canonical name, fp32, the same ones every time."""
-    generator = torch.Generator().manual_seed(0)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
-
-
-def _gradients(step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step + 1)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def _step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], step: int) -> None:
-    """Give the parameters the gradients of a step, and update them."""
-    grads = _gradients(step)
-    for name, parameter in parameters.items():
-        parameter.grad = grads[name]
-    optimizer.step()
-
-
-def _squares(parameters: Mapping[str, nn.Parameter]) -> float:
-    return sum(float(parameter.detach().double().square().sum()) for parameter in parameters.values()) / 2
-
-
-def _halves(parameter: Tensor) -> tuple[slice, ...]:
-    """Rows of a matrix in two parts; a vector is one."""
-    if parameter.dim() == 1:
-        return (slice(None),)
-    middle = len(parameter) // 2
-    return slice(middle), slice(middle, None)
+    def _alike(self, begun: Rested, alone: Rested, on_rank: Rested, when: str) -> None:
+        """Assert that the parameters of a rank are those of one rank: with a rule, within ``rtol`` of their change."""
+        if self.part.rule() is None:
+            self._same(on_rank.parameters, alone.parameters, when)
+            return
+        for name, got in on_rank.parameters.items():
+            before, expected = begun.parameters[name], alone.parameters[name]
+            error = (got - expected).abs().max().item()
+            allowed = self.rtol * (expected - before).abs().max().item()
+            says = f"{self.plugin.name}: {when}, {name} is {error:.2g} off"
+            assert error <= allowed, f"{says}; {allowed:.2g} is right."

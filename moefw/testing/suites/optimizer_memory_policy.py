@@ -10,7 +10,10 @@ import torch
 from attrs import frozen
 
 from moefw.core.errors import MoefwError, PlanError
+from moefw.core.facts import Offers, offers
 from moefw.core.plugin import OptimizerPlugin
+from moefw.core.records import TrainedParameters
+from moefw.core.site import Site
 from moefw.runtime.optimizer_states import OptimizerPolicy
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
@@ -32,7 +35,11 @@ class Closed(OptimizerPlugin):
 
     name: ClassVar[str] = "closed"
 
-    def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
+    def offers(self, site: Site) -> Offers:
+        """Offer an elementwise update, and no region."""
+        return offers(update=("elementwise",))
+
+    def build(self, parameters: TrainedParameters, lr: float) -> Any:
         """Plain gradient descent."""
         return torch.optim.SGD(parameters.values(), lr=lr)
 

@@ -102,8 +102,8 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     """Yield an object's attributes and slots, and the data of its own classes. A process group is not looked into."""
     if type(thing).__module__.startswith("torch.distributed"):
         return
-    if hasattr(thing, "__dict__"):
-        yield from vars(thing).items()
+    own = vars(thing) if hasattr(thing, "__dict__") else {}
+    yield from own.items()
     for kind in type(thing).__mro__:
         slots = vars(kind).get("__slots__", ())
         names = (slots,) if isinstance(slots, str) else slots
@@ -111,7 +111,8 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
             if not name.startswith("__") and hasattr(thing, name):
                 yield name, getattr(thing, name)
         if not kind.__module__.startswith(_FOREIGN):
-            yield from ((name, value) for name, value in vars(kind).items() if _is_data(name, value))
+            of_class = {name: value for name, value in vars(kind).items() if _is_data(name, value)}
+            yield from ((name, value) for name, value in of_class.items() if name not in own)
 
 
 def _is_data(name: str, value: Any) -> bool:

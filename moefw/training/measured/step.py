@@ -11,12 +11,15 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
+from moefw.core.plugin import OPTIMIZER
 from moefw.core.records import PASSES, Action
 from moefw.core.stages import Batch
 from moefw.planner.micro_batch import as_trained
@@ -78,7 +81,7 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
         if values:
             std: Any = model.init_std
             initialise(model, seed=assembly.spec.run.seed, std=std)
-        return _Step(assembly, layout, model, recorder).run(count)
+        return _Step(assembly, layout, model, recorder, shared).run(count)
 
 
 def _enough(assembly: Assembly) -> int:
@@ -92,7 +95,9 @@ def _enough(assembly: Assembly) -> int:
 class _Step:
     """A step of a model on this rank."""
 
-    def __init__(self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder) -> None:
+    def __init__(
+        self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder, shared: Shared
+    ) -> None:
         self.assembly = assembly
         self.layout = layout
         self.model = model
@@ -100,8 +105,10 @@ class _Step:
         self.operations = Operations(recorder, layout)
         self.operations.learn_weights(model)
         train = assembly.spec.train
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.optimizer: Any = assembly.parts.optimizer.build(trained, train.lr)
+        of_activations = tuple(policy for policy in assembly.parts.memory if OPTIMIZER not in policy.regions)
+        without_policies = evolve(assembly, parts=evolve(assembly.parts, memory=of_activations))
+        device = next(model.parameters()).device
+        self.optimizer: Any = build_optimizer(without_policies, model, layout, device, shared)
         self.engine = Engine.of(model, self.optimizer, layout, train)
         self.unsharded = _unsharded(model, layout)
         self.stored = [*model.parameters()]

@@ -73,4 +73,4 @@ class DirectionAndMagnitude(LowRank):
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``lora_A`` (rank, I), ``lora_B`` (O, rank) and ``lora_magnitude`` (O)."""
         yield from super().canonical()
-        yield Canonical("lora_magnitude", self.magnitude, shard=self.weight.of_outputs, adapter_std=0.0)
+        yield Canonical("lora_magnitude", self.magnitude, shard=self.weight.of_outputs, adapter_std=0.0, role="vector")

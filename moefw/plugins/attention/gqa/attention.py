@@ -35,7 +35,7 @@ class Sinks(nn.Module, Named):
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (num_heads)."""
-        yield Canonical("weight", self.weight, shard=self.shard)
+        yield Canonical("weight", self.weight, shard=self.shard, role="vector")
 
 
 @final

@@ -42,7 +42,7 @@ class NormAcrossHeads(nn.Module, Named):
 
     def canonical(self) -> Iterator[Canonical]:
         """Yield ``weight`` (width)."""
-        yield Canonical("weight", self.weight, shard=self.shard)
+        yield Canonical("weight", self.weight, shard=self.shard, role="norm")
 
 
 class _Sum(torch.autograd.Function):

@@ -98,10 +98,10 @@ class LoopExperts(nn.Module, ExpertGemm):
             for name, rows in (("gate_proj", slice(0, f)), ("up_proj", slice(f, 2 * f))):
                 yield Canonical(f"{expert}.{name}.weight", self.gate_up[local], (rows,), into)
                 if self.gate_up_bias:
-                    yield Canonical(f"{expert}.{name}.bias", self.gate_up_bias[local], (rows,), into)
+                    yield Canonical(f"{expert}.{name}.bias", self.gate_up_bias[local], (rows,), into, role="bias")
             yield Canonical(f"{expert}.down_proj.weight", self.down[local], shard=out_of)
             if self.down_bias:
-                yield Canonical(f"{expert}.down_proj.bias", self.down_bias[local], shard=into)
+                yield Canonical(f"{expert}.down_proj.bias", self.down_bias[local], shard=into, role="bias")
         adapters: Any = (*self.gate_up_adapters, *self.down_adapters)
         for adapter in adapters:
             yield from adapter.canonical()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import moefw
@@ -22,14 +21,14 @@ class Sample(moefw.OptimizerPlugin):
     """Share of the sum that a step keeps."""
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        """Offer to store the sum in bf16, off the device, or both."""
-        return moefw.offers(region=(("optimizer", "bf16"), ("optimizer", "offload")))
+        """Offer an elementwise update, with the sum in bf16, off the device, or both."""
+        return moefw.offers(update=("elementwise",), region=(("optimizer", "bf16"), ("optimizer", "offload")))
 
     def states(self) -> tuple[str, ...]:
         """Name of the sum."""
         return ("momentum",)
 
-    def build(self, parameters: Mapping[str, Any], lr: float) -> Any:
+    def build(self, parameters: moefw.TrainedParameters, lr: float) -> Any:
         """Optimizer of all parameters."""
         from moefw_sample.optimizer import SampleOptimizer
 
