@@ -152,13 +152,13 @@ def passes_share(
 
     with ExitStack() as stack:
         stack.enter_context(kept(model))
+        # What a rank sends of a weight that is gathered once need not be kept for another time.
+        gathered_once = sharded_parameters(model, 1, 2)
+        shared = [parameter for parameter in model.parameters() if parameter not in gathered_once]
         gathered: Mapping[nn.Parameter, Accumulator] = {}
         reduce_next: Callable[[], None] = _nothing
         if added_up:
             gathered, reduce_next = stack.enter_context(added_up_unsharded(model))
-        # What a rank sends of a weight that is gathered once need not be kept for another time.
-        gathered_once = sharded_parameters(model, 1, 2)
-        shared = [parameter for parameter in model.parameters() if parameter not in gathered_once]
         stack.enter_context(shared_by_micro_batches(shared, passes, gathered=gathered))
         yield reduce_next
 

@@ -35,8 +35,8 @@ def remember(unit: nn.Module, zero: Zero) -> None:
 
 
 def zero_of(unit: nn.Module) -> Zero:
-    """Stage of ZeRO of a unit."""
-    return _zeros[unit]
+    """Stage of ZeRO of a unit; 3 of one that somebody else has made, which FSDP gathers and reduces as ever."""
+    return _zeros.get(unit, 3)
 
 
 def units(model: nn.Module, *zeros: Zero) -> list[Any]:
