@@ -23,7 +23,7 @@ STEP: Final = "step"
 
 @frozen(kw_only=True, eq=False)
 class Ruled:
-    """A parameter that a rule updates, the names and boxes of its matrices that this rank stores, and their shapes."""
+    """A parameter that a rule updates, with the boxes of what this rank stores of its matrices."""
 
     parameter: nn.Parameter
     boxes: tuple[Box, ...]
@@ -79,7 +79,7 @@ class RuledOptimizer(torch.optim.Optimizer):
         # The groups are the same objects, so that whoever changes a rate changes that of ``rest``.
         groups = [] if rest is None else rest.param_groups
         of_rule = {"params": [each.parameter for each in ruled], "lr": lr}
-        super().__init__([*groups, of_rule], {"lr": lr} if rest is None else rest.defaults)
+        super().__init__([*groups, of_rule], {"lr": lr})
         self._rest = rest
         self._ruled = ruled
         self._rule = rule

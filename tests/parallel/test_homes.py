@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,12 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from fake_steps import fake_assembly
 from moefw.core.errors import ContractError, RunError
+from moefw.planner.measure import measure_at
+from moefw.planner.report import Work
 from moefw.plugins.optimizers.muon import Muon
 from moefw.plugins.optimizers.muon.rule import Orthogonalized, orthogonalized
 from moefw.runtime.naming import draw
 from moefw.testing.pool import RankPool
-from muon_steps import LAYOUTS, LR, Stepped, joined, stepped
+from moefw.training.measured import measure
+from muon_steps import LAYOUTS, LR, Stepped, joined, stepped, whole_tree
 from pairwise import quick
 
 STEPS = 2
@@ -106,6 +112,30 @@ def test_fp32_is_near_an_fp64_reference(shape: tuple[int, int]) -> None:
         for dtype in (torch.float32, torch.float64)
     )
     assert (fp32 - fp64).abs().max() <= 1e-5
+
+
+def of_update(work: Sequence[Work]) -> list[Any]:
+    """Return products and transfers of the update."""
+    (update,) = (each for each in work if each.phase == "optimizer")
+    return [Counter(update.products), Counter(update.transfers)]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("layout", ["FSDP on 2 ranks", "tp x etp"])
+def test_a_plan_has_the_products_and_transfers_of_a_step(layout: str) -> None:
+    ranks, tree = LAYOUTS[layout]
+    assembly = fake_assembly(whole_tree(tree, {"use": "muon", "bucket_bytes": 8192}), ranks)
+    assert of_update(measure_at(assembly, 2, 0).work) == of_update(measure(assembly, micro_batches=2).work)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "DeepSeek-V3"])
+def test_the_busiest_of_1024_homes_costs_at_most_1_3_of_the_mean(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    homes = importlib.import_module("homes")
+    row = homes.count({**homes.MODELS[model], "parallel": homes.FSDP}, homes.WORLD)
+    assert row["by_choice"] >= 4
+    assert row["busiest_over_mean"] <= 1.3
 
 
 BROKEN: Mapping[str, Any] = {

@@ -69,6 +69,17 @@ class Stepped:
     sent: Sequence[int]
 
 
+def whole_tree(tree: Mapping[str, Any], optimizer: Mapping[str, Any], memory: Any = ()) -> dict[str, Any]:
+    """Return the spec of a small model with a layout and an optimizer."""
+    return {
+        **SMALL,
+        "model": {**SMALL["model"], "vocab_size": 64},
+        "memory": list(memory),
+        "train": {**SMALL["train"], "tokens_per_step": 192, "micro_batch": 1, "optimizer": dict(optimizer)},
+        **tree,
+    }
+
+
 def stepped(
     tree: Mapping[str, Any],
     optimizer: Mapping[str, Any],
@@ -78,13 +89,7 @@ def stepped(
     plugins: tuple[type[Plugin], ...] = (),
 ) -> Stepped:
     """Take steps of a rate of ``LR`` on this rank, on gradients that depend on name and step alone."""
-    tree = {
-        **SMALL,
-        "model": {**SMALL["model"], "vocab_size": 64},
-        "memory": list(memory),
-        "train": {**SMALL["train"], "tokens_per_step": 192, "micro_batch": 1, "optimizer": dict(optimizer)},
-        **tree,
-    }
+    tree = whole_tree(tree, optimizer, memory)
     world = dist.get_world_size() if dist.is_initialized() else 1
     machine = Machine(device="cpu")
     registry = with_plugins(plugins)
