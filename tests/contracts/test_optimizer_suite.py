@@ -62,6 +62,7 @@ BROKEN: list[tuple[Any, str, str, tuple[str, ...]]] = [
     (rules.DrawsDirections, "a_direction", "the same gradients again give another direction.", ()),
     (rules.KeepsMoreStates, "a_direction", "direction() keeps last, which states() does not name.", ()),
     (rules.MeasuresItsPart, "parts_are", "cut along columns, apply() leaves other bits than in the whole.", ()),
+    (rules.MeasuresItsPart, "layouts", "under tp 2, etp 2, layers.0.mlp.gate_proj.weight is", ("tp 2, etp 2",)),
     (rules.HasARateOfItsOwn, "its_rule_changes", "apply() changes a matrix at a learning rate of 0.", ()),
     (rules.DecaysMatricesTwice, "its_rule_takes_weight", "off a matrix; lr x weight_decay is 0.001.", ()),
     (rules.ClimbsUp, "its_rule_goes", "by the rule, a sum of squares goes from", ()),

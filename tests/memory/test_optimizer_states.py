@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fake_cuda import FakeCuda
 from moefw.compose.optimizer import OptimizerUnderPolicies, TorchStates
+from moefw.core.errors import ContractError
 from moefw.plugins.memory.offload.buffers import STATES, host_memory
 from moefw.plugins.memory.offload.states import HostStates, StatesUpdatedThere, StreamedStates
 from moefw.plugins.memory.offload.streams import CudaTransfers, PlainTransfers
@@ -61,6 +62,15 @@ def test_an_update_is_that_of_adamw_in_fp64(states: Any) -> None:
             assert ((got.double() - exact).abs() <= exact.abs() * share * (1 + 1e-4) + 1e-9).all()
         p = model.weight.detach().double()
         m, v = (optimizer.state[model.weight][key].double() for key in ("exp_avg", "exp_avg_sq"))
+
+
+def test_states_that_no_plugin_names_are_refused_before_they_are_lost() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = OptimizerUnderPolicies(inner, TorchStates(inner), (), dict(by_parameter(model)), 0)
+    model.weight.grad = torch.ones(4, 4)
+    with pytest.raises(ContractError, match="SGD keeps states that its plugin does not name: momentum_buffer"):
+        optimizer.step()
 
 
 def part_of(shape: tuple[int, ...], *, step: int = 0) -> StatePart:

@@ -165,8 +165,8 @@ def refused(kind: str) -> tuple[str, str, bool]:
     ("kind", "name", "what"),
     [
         ("nan", "RunError", "an update with a value nan"),
-        ("shape", "ContractError", "an update float32 (16, 32, 16) of directions float32 (16, 16, 32)"),
-        ("dtype", "ContractError", "an update bfloat16 (16, 16, 32) of directions float32 (16, 16, 32)"),
+        ("shape", "ContractError", "an update float32 (5, 32, 16) of directions float32 (5, 16, 32)"),
+        ("dtype", "ContractError", "an update bfloat16 (5, 16, 32) of directions float32 (5, 16, 32)"),
     ],
 )
 def test_a_rule_that_returns_something_else_ends_all_ranks_with_its_name(

@@ -77,9 +77,22 @@ class Muon(OptimizerPlugin):
 
     def rule(self) -> moefw.MatrixRule:
         """Rule of matrices."""
+        import torch
+
         from moefw.plugins.optimizers.muon.rule import Orthogonalized
 
-        return Orthogonalized(self)
+        return Orthogonalized(
+            roles=("matrix", "router") if self.router == "muon" else ("matrix",),
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            adjust_lr=self.adjust_lr,
+            dtype=torch.float32 if self.newton_schulz == "fp32" else torch.bfloat16,
+            steps=self.ns_steps,
+            coefficients=self.ns_coefficients,
+            eps=self.eps,
+            bucket_bytes=self.bucket_bytes,
+        )
 
     def build(self, parameters: TrainedParameters, lr: float) -> Any:
         """Fused ``torch.optim.AdamW`` over all that the rule does not take."""

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Literal, final
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from moefw.core.contracts import MatrixRule
 
 if TYPE_CHECKING:
     from moefw.core.records import ParameterFacts
-    from moefw.plugins.optimizers.muon import Muon
 
 MOMENTUM: Final = "momentum_buffer"
-_DTYPES: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @final
+@frozen(kw_only=True)
 class Orthogonalized(MatrixRule):
-    """Momentum, Newton-Schulz iterations and decay, with the ``options`` of the plugin."""
+    """Momentum, Newton-Schulz iterations and decay. Options are those of the plugin; ``roles`` are those it takes."""
 
-    def __init__(self, options: Muon) -> None:
-        self.options = options
-        self.bucket_bytes = options.bucket_bytes
+    roles: tuple[str, ...]
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    adjust_lr: Literal["original", "match_rms_adamw"]
+    dtype: torch.dtype
+    steps: int
+    coefficients: tuple[float, ...]
+    eps: float
+    bucket_bytes: int
 
     def takes(self, facts: ParameterFacts) -> bool:
         """Whether a parameter is of matrices: of products, or also of routers."""
-        roles = ("matrix", "router") if self.options.router == "muon" else ("matrix",)
-        return facts.role in roles and all(len(shape) == 2 for shape in facts.tensors.values())
+        return facts.role in self.roles and all(len(shape) == 2 for shape in facts.tensors.values())
 
     def states(self) -> tuple[str, ...]:
         """Name of the momentum."""
@@ -39,30 +45,25 @@ class Orthogonalized(MatrixRule):
     def direction(self, grad: Tensor, states: Mapping[str, Tensor]) -> Tensor:
         """Momentum, or its mean with the gradient."""
         momentum = states[MOMENTUM]
-        momentum.lerp_(grad, 1 - self.options.momentum)
-        return grad.lerp(momentum, self.options.momentum) if self.options.nesterov else momentum
+        momentum.lerp_(grad, 1 - self.momentum)
+        return grad.lerp(momentum, self.momentum) if self.nesterov else momentum
 
     def update(self, matrices_Bnm: Tensor) -> Tensor:
         """Matrices with the singular vectors of those given, and all singular values near 1."""
-        options = self.options
         orthogonal = orthogonalized(
-            matrices_Bnm,
-            dtype=_DTYPES[options.newton_schulz],
-            steps=options.ns_steps,
-            coefficients=options.ns_coefficients,
-            eps=options.eps,
+            matrices_Bnm, dtype=self.dtype, steps=self.steps, coefficients=self.coefficients, eps=self.eps
         )
         return orthogonal.float()
 
     def apply(self, parameter: Tensor, update: Tensor, *, lr: float, shape: tuple[int, int]) -> None:
         """Take the decay off, then step against the update."""
-        parameter.mul_(1 - lr * self.options.weight_decay)
+        parameter.mul_(1 - lr * self.weight_decay)
         parameter.add_(update, alpha=-lr * self._factor(shape))
 
     def _factor(self, shape: tuple[int, int]) -> float:
         """Factor of the learning rate for a matrix of a shape."""
         rows, columns = shape
-        if self.options.adjust_lr == "original":
+        if self.adjust_lr == "original":
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
 
