@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
+from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.records import PASSES, Action
@@ -79,14 +80,16 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
         if values:
             std: Any = model.init_std
             initialise(model, seed=assembly.spec.run.seed, std=std)
-        return _Step(assembly, layout, model, recorder).run(micro_batches)
+        return _Step(assembly, layout, model, recorder, shared).run(micro_batches)
 
 
 @final
 class _Step:
     """A step of a model on this rank."""
 
-    def __init__(self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder) -> None:
+    def __init__(
+        self, assembly: Assembly, layout: Layout, model: nn.Module, recorder: Recorder, shared: Shared
+    ) -> None:
         self.assembly = assembly
         self.layout = layout
         self.model = model
@@ -94,8 +97,8 @@ class _Step:
         self.operations = Operations(recorder, layout)
         self.operations.learn_weights(model)
         train = assembly.spec.train
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.optimizer: Any = assembly.parts.optimizer.build(trained, train.lr)
+        device = next(model.parameters()).device
+        self.optimizer: Any = build_optimizer(assembly, model, layout, device, shared)
         self.engine = Engine.of(model, self.optimizer, layout, train)
         self.began = 0
         self.gradients: list[Life] = []
