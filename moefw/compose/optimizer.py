@@ -12,13 +12,13 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, bare_context
 from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout
-from moefw.core.errors import ContractError
+from moefw.core.errors import ContractError, PlanError
 from moefw.core.facts import ANY
 from moefw.core.plugin import OPTIMIZER, MemoryPolicyPlugin
 from moefw.core.records import Canonical
 from moefw.runtime.naming import by_parameter
 from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows
-from moefw.runtime.parallel.boxes import boxes
+from moefw.runtime.parallel.boxes import boxes, of_blocks, whole_shape
 from moefw.runtime.parallel.local_shards import local, shared_out_like
 
 STEP = "step"
@@ -27,7 +27,10 @@ STEP = "step"
 def build_optimizer(
     assembly: Assembly, model: nn.Module, layout: Layout, device: torch.device, shared: Shared
 ) -> torch.optim.Optimizer:
-    """Optimizer of a model on this rank. Raises RunError if there is no memory for its states."""
+    """Optimizer of a model on this rank.
+
+    Raises RunError if there is no memory for its states, and PlanError if a policy cannot store those of this rank.
+    """
     plugin = assembly.parts.optimizer
     lr = assembly.spec.train.lr
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -48,7 +51,19 @@ def build_optimizer(
     states: OptimizerStates = TorchStates(optimizer)
     for policy in sorted(policies, key=place):
         states = _built(policy, context).treat(states)
-    return OptimizerUnderPolicies(optimizer, states, plugin.states(), dict(by_parameter(model)), assembly.spec.run.seed)
+    pieces = dict(by_parameter(model))
+    stored = [box for parameter, own in pieces.items() if parameter.requires_grad for box in boxes(own)]
+    problems = states.problems(stored)
+    if problems:
+        raise PlanError(problems)
+    return OptimizerUnderPolicies(
+        optimizer,
+        states,
+        plugin.states(),
+        pieces,
+        assembly.spec.run.seed,
+        nonnegative=plugin.nonnegative_states(),
+    )
 
 
 def _built(plugin: MemoryPolicyPlugin, context: BuildContext) -> OptimizerPolicy:
@@ -96,7 +111,8 @@ class TorchStates(OptimizerStates):
 class OptimizerUnderPolicies(torch.optim.Optimizer):
     """Optimizer whose states are stored as memory policies say, from before its first step.
 
-    ``state`` holds the stored states and ``step``, the number of updates as an fp32 scalar on the CPU.
+    ``state`` holds the stored states and ``step``, the number of updates as an fp32 scalar on the CPU. ``blocks``: by
+    key of a stored state that has one value for each block of columns, the number of columns of a block.
     """
 
     def __init__(
@@ -106,17 +122,30 @@ class OptimizerUnderPolicies(torch.optim.Optimizer):
         keys: Sequence[str],
         pieces: Mapping[nn.Parameter, Sequence[Canonical]],
         seed: int,
+        *,
+        nonnegative: Sequence[str] = (),
     ) -> None:
         super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
         self._inner = inner
         self._states = states
-        self._keys = tuple(keys)
         self._seed = seed
+        self._nonnegative = frozenset(nonnegative)
+        self.blocks: dict[str, int] = {}
         self._boxes = {parameter: boxes(own) for parameter, own in pieces.items()}
         for parameter in (each for group in self.param_groups for each in group["params"]):
-            rooms = {key: states.room(local(parameter.detach())) for key in self._keys}
-            self.state[parameter] = {key: shared_out_like(parameter, room) for key, room in rooms.items()}
+            self.state[parameter] = self._rooms(parameter, len(whole_shape(pieces[parameter][0])), keys)
             self.state[parameter][STEP] = torch.zeros((), device="cpu")
+
+    def _rooms(self, parameter: nn.Parameter, dims: int, keys: Sequence[str]) -> dict[str, Tensor]:
+        """Zeros for all states of a parameter, sharded as it is. Its named tensors have ``dims`` dimensions."""
+        tensors = {}
+        for key in keys:
+            for name, room in self._states.rooms(key, local(parameter.detach()), dims).items():
+                shape = of_blocks(parameter.shape, room.block)
+                tensors[name] = shared_out_like(parameter, room.values, shape)
+                if room.block > 1:
+                    self.blocks[name] = room.block
+        return tensors
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -125,26 +154,38 @@ class OptimizerUnderPolicies(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update((key, value) for key, value in group.items() if key != "params")
         with_gradient = [
-            (number, parameter)
+            (number, parameter, parameter.grad)
             for number, group in enumerate(self.param_groups)
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        parts = (self._part(number, parameter) for number, parameter in with_gradient)
+        parts = (self._part(number, parameter, grad) for number, parameter, grad in with_gradient)
         self._states.update([part for part in parts if part.parameter.numel()])
-        for _, parameter in with_gradient:
+        for _, parameter, _ in with_gradient:
             self.state[parameter][STEP] += 1
 
-    def _part(self, group: int, parameter: nn.Parameter) -> StatePart:
+    @torch.no_grad()
+    def values(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """States of a parameter as the optimizer gets them, by key: fp32, sharded as it is, on any device."""
+        own = self._states.values(self._part(0, parameter, parameter.detach()))
+        return {
+            key: shared_out_like(parameter, value.view(local(parameter.detach()).shape)) for key, value in own.items()
+        }
+
+    def _part(self, group: int, parameter: nn.Parameter, grad: Tensor) -> StatePart:
         state = self.state[parameter]
-        grad = parameter.grad
-        assert grad is not None
         return StatePart(
             group=group,
             parameter=local_rows(parameter),
             grad=local_rows(grad),
-            states={key: local_rows(state[key]) for key in self._keys},
+            states={key: local_rows(value) for key, value in state.items() if key != STEP},
             boxes=self._boxes[parameter],
             step=int(state[STEP]),
             seed=self._seed,
+            nonnegative=self._nonnegative,
         )
+
+
+def blocks_of(optimizer: torch.optim.Optimizer) -> Mapping[str, int]:
+    """Columns of a row that share a value of a state, by key. Other states have a value for each element."""
+    return optimizer.blocks if isinstance(optimizer, OptimizerUnderPolicies) else {}

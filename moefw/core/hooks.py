@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moefw.core.probes import Probe
     from moefw.core.site import Site
 
-API_VERSION = "3.4"
+API_VERSION = "3.5"
 """Version of the hook interface. A plugin's ``moefw_api = ">=3,<4"`` is checked against it before use."""
 
 UPGRADE_PAGE: Final = "docs/guides/upgrade.md"

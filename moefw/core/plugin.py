@@ -160,6 +160,9 @@ class MemoryPolicyPlugin(Plugin):
     joins: ClassVar[bool] = False
     """Whether policies with other mechanisms may also treat the same regions."""
 
+    rounds: ClassVar[bool] = False
+    """Whether it stores regions in a format of its own, with other bits. A region has one such policy at most."""
+
     runs_again: ClassVar[bool] = False
     """Whether backward recomputes the regions: their saved tensors and outputs are dropped, their inputs are kept."""
 
@@ -380,6 +383,10 @@ class OptimizerPlugin(Plugin):
 
         There may also be ``step``, a scalar that counts the updates.
         """
+        return ()
+
+    def nonnegative_states(self) -> Sequence[str]:
+        """Keys among those of ``states`` of which no value is ever below zero, such as a mean of squares."""
         return ()
 
     def build(self, parameters: Mapping[str, Any], lr: float) -> Any:

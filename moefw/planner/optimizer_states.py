@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+from typing import final
 
 import torch
 from attrs import frozen
@@ -10,8 +12,11 @@ from torch import Tensor, nn
 
 from moefw.compose.build import Shared
 from moefw.compose.optimizer import build_optimizer
-from moefw.core.contracts import Layout
+from moefw.core.contracts import Layout, Named
+from moefw.core.records import Canonical
 from moefw.planner.micro_batch import MicroBatch
+from moefw.runtime.naming import by_parameter
+from moefw.runtime.parallel.boxes import whole_shape
 
 
 @frozen(kw_only=True)
@@ -40,7 +45,8 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     """
     recorder = batch.recorder
     num_alike = _num_alike(batch)
-    stored = nn.Module()
+    stored = _Stored()
+    pieces = dict(by_parameter(batch.model))
     copies: dict[nn.Parameter, int] = {}
     """The number of parameters that each one of the optimizer stands for."""
     for name, parameter in batch.model.named_parameters():
@@ -50,6 +56,7 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
         if copy_count:
             shard = nn.Parameter(torch.empty(*batch.stored(parameter)))
             _register(stored, name, shard)
+            stored.pieces += _pieces_like(name, shard, pieces[parameter])
             copies[shard] = copy_count
     before = recorder.now
     assembly = batch.assembly
@@ -82,6 +89,32 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
             else:
                 device_bytes += copy_count * state.nbytes
     return States(device=device_bytes, host=host_bytes, passing=passing)
+
+
+@final
+class _Stored(nn.Module, Named):
+    """Parameters of the optimizer that is measured. ``pieces``: of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[Canonical] = []
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield the pieces."""
+        yield from self.pieces
+
+
+def _pieces_like(name: str, shard: nn.Parameter, pieces: Sequence[Canonical]) -> Iterator[Canonical]:
+    """Yield pieces of a parameter, cut into named tensors of as many dimensions as those of ``pieces``.
+
+    A rank that has some of the columns of a tensor has those of a larger one here, too: policies ask where they end.
+    """
+    dims = len(whole_shape(pieces[0]))
+    part = pieces[0].shard
+    part_of_columns = part if part is not None and part.dim == dims - 1 > 0 else None
+    stacked = shard.shape[: shard.dim() - dims]
+    for index in product(*map(range, stacked)):
+        yield Canonical(".".join([name, *map(str, index)]), shard, index, part_of_columns)
 
 
 def _num_alike(batch: MicroBatch) -> dict[nn.Parameter, int]:

@@ -18,6 +18,11 @@ BROKEN: list[tuple[Any, str, str]] = [
     (broken.NeedsEveryGradient, "a_parameter_without", "a parameter without a gradient raises TypeError"),
     (broken.DrawsNoise, "the_same_steps", "when the steps run again, embed.weight has other bits."),
     (broken.NamesAnotherState, "states_are", "states() names velocity, and embed.weight has ['momentum']."),
+    (
+        broken.SaysNothingIsBelowZero,
+        "states_are",
+        "nonnegative_states() names momentum, and in that of embed.weight is -",
+    ),
     (broken.KeepsBF16, "states_are", "momentum of embed.weight is torch.bfloat16 (8, 64), not torch.float32 (8, 64)."),
     (broken.CountsForItself, "with_states", "after a checkpoint, embed.weight has other bits."),
     (broken.ScalesByTheNorm, "rows_that", "updated in two halves, embed.weight has other bits."),

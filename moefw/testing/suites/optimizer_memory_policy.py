@@ -68,14 +68,14 @@ class OptimizerMemoryPolicySuite(Suite):
         """Parameters keep their dtype, and parameters and states stay within ``rtol`` of the untreated ones."""
         (plain,) = self.pool.run(rested, 1, self.model(False), STEPS)
         (treated,) = self.pool.run(rested, 1, self.model(True), STEPS)
-        assert plain.states.keys() == treated.states.keys(), f"{self.plugin.name}: other states than without it."
+        assert plain.values.keys() == treated.values.keys(), f"{self.plugin.name}: other states than without it."
         lr = SMALL["train"]["lr"]
         for name, value in plain.parameters.items():
             self._close(f"parameter {name}", treated.parameters[name], value, lr)
             assert treated.parameters[name].dtype == value.dtype, f"{self.plugin.name} changes the dtype of {name}."
-        for key, tensors in plain.states.items():
+        for key, tensors in plain.values.items():
             for name, value in tensors.items():
-                self._close(f"{key} of {name}", treated.states[key][name], value, value.abs().max().item())
+                self._close(f"{key} of {name}", treated.values[key][name], value, value.abs().max().item())
 
     def test_the_same_steps_again_give_the_same_bits(self) -> None:
         """Random draws depend on the seed, the step and the element."""
