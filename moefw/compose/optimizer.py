@@ -141,7 +141,10 @@ class OptimizerUnderPolicies(torch.optim.Optimizer):
         tensors = {}
         for key in keys:
             for name, room in self._states.rooms(key, local(parameter.detach()), dims).items():
-                shape = of_blocks(parameter.shape, room.block)
+                if name in tensors:
+                    what = f"a memory policy stores the state {key} as {name}, which the optimizer has, too."
+                    raise ContractError(what, "Give the state of the optimizer another key.")
+                shape = None if room.block == 1 else of_blocks(parameter.shape, room.block)
                 tensors[name] = shared_out_like(parameter, room.values, shape)
                 if room.block > 1:
                     self.blocks[name] = room.block
