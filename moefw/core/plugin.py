@@ -203,6 +203,12 @@ class OptimizerMemoryPolicyPlugin(MemoryPolicyPlugin):
 
     joins: ClassVar[bool] = True
 
+    update_rtol: ClassVar[float] = 0.0
+    """Largest deviation from updates without the policy, where it is more than 0.05, which suffices for bf16.
+
+    Of a state as a share of its tensor's largest value, of a parameter as a share of the learning rate.
+    """
+
     regions: tuple[str, ...] = field(default=(OPTIMIZER,), init=False)
 
     def offers(self, site: Site) -> Offers:

@@ -291,7 +291,6 @@ class TestOptimizerBF16ToNearest(TestOptimizerBF16):
 
 class TestOptimizer8bit(OptimizerMemoryPolicySuite):
     plugin = Optimizer8bit
-    rtol = 0.2
 
 
 @pytest.mark.deep

@@ -28,6 +28,7 @@ class Optimizer8bit(OptimizerMemoryPolicyPlugin):
     name: ClassVar[str] = "optimizer-8bit"
     mechanism: ClassVar[str] = "8bit"
     rounds: ClassVar[bool] = True
+    update_rtol: ClassVar[float] = 0.2
 
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Rounding of states to codes. ``stochastic``: up or down at random, without bias.
