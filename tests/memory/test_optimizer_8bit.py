@@ -99,6 +99,18 @@ def test_a_small_second_moment_does_not_become_zero_at_random() -> None:
     assert (to_nearest[:, 2:] == 0).all()
 
 
+def test_the_second_moment_of_adamw_has_codes_without_a_sign_and_no_zero() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = treated(model, stochastic=True)
+    model.weight.grad = torch.full((64, 64), -1e-5)
+    model.weight.grad[:, 0] = 1.0
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    assert (state["exp_avg_sq"][:, 0] == NUM_CODES - 1).all()
+    assert (state["exp_avg_sq"][:, 1:] == 1).all()
+    assert (optimizer.values(model.weight)["exp_avg"][:, 1:] < 0).double().mean() > 0.5
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_block_with_a_value_that_is_not_finite_has_a_scale_that_is_not(bad: float) -> None:
     x = values_of_many_sizes(4, 64, signed=True)
