@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Literal
 
 from attrs import Attribute, field, frozen
 
 import moefw
 from moefw.core.plugin import MemoryPolicyPlugin, OptimizerMemoryPolicyPlugin
 from moefw.core.site import Site
-
-SMALLEST_BLOCK: Final = 16
-LARGEST_BLOCK: Final = 4096
+from moefw.plugins.memory.optimizer_8bit.cuts import LARGEST_BLOCK, SMALLEST_BLOCK, fix_of_cuts
 
 
 def _check_block(plugin: Any, attribute: Attribute[int], value: int) -> None:
@@ -59,16 +57,6 @@ class Optimizer8bit(OptimizerMemoryPolicyPlugin):
         from moefw.plugins.memory.optimizer_8bit.states import EightBitPolicy
 
         return EightBitPolicy(stochastic=self.rounding == "stochastic", block=self.block)
-
-
-def fix_of_cuts(places: Sequence[int]) -> str:
-    """What to do where rows are cut at these places, which are no ends of blocks."""
-    block = LARGEST_BLOCK
-    while any(place % block for place in places):
-        block //= 2
-    if block >= SMALLEST_BLOCK:
-        return f"Use block: {block}, or split columns over fewer ranks."
-    return "Split columns over fewer ranks, or use optimizer-bf16, which has no blocks."
 
 
 @moefw.hookimpl

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moefw.core.errors import ContractError, Problem
-from moefw.plugins.memory.optimizer_8bit import fix_of_cuts
 from moefw.plugins.memory.optimizer_8bit.codes import decoded, encoded, table
+from moefw.plugins.memory.optimizer_8bit.cuts import fix_of_cuts
 from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, Room, StatePart, buckets, draws
 from moefw.runtime.parallel.boxes import Box, of_blocks
 
