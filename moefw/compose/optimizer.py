@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, bare_context
-from moefw.compose.ruled_optimizer import STEP, Directions, ruled_optimizer, stored_parameters
+from moefw.compose.ruled_optimizer import STEP, Directions, RuledOptimizer, ruled_optimizer, stored_parameters
 from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
@@ -18,8 +18,15 @@ from moefw.core.facts import ANY
 from moefw.core.plugin import OPTIMIZER, MemoryPolicyPlugin
 from moefw.core.records import Canonical, TrainedParameters
 from moefw.runtime.naming import by_parameter
-from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, local_rows
-from moefw.runtime.parallel.boxes import boxes
+from moefw.runtime.optimizer_states import (
+    OptimizerPolicy,
+    OptimizerStates,
+    StatePart,
+    first_states,
+    local_rows,
+    require_room,
+)
+from moefw.runtime.parallel.boxes import boxes, whole_shape
 from moefw.runtime.parallel.homes import Stored
 from moefw.runtime.parallel.local_shards import local, shared_out_like
 from moefw.runtime.parallel.trained import trained_parameters
@@ -35,8 +42,9 @@ def build_optimizer(
     trained: TrainedParameters | None = None,
     stored: Mapping[str, Stored] | None = None,
 ) -> torch.optim.Optimizer:
-    """Optimizer of a model on this rank. Raises RunError if there is no memory for its states.
+    """Optimizer of a model on this rank.
 
+    Raises RunError if there is no memory for its states, and PlanError if a policy cannot store those of this rank.
     ``trained``: its parameters that train, with their facts. None: those of the model. ``stored``: how ranks store
     them, by name. None: as those of the model tell. Collective over all ranks where the plugin has a rule.
     """
@@ -88,7 +96,16 @@ def _elementwise(
     if not keeps_states and not _policies(assembly):
         return optimizer
     states = treated(TorchStates(optimizer))
-    return OptimizerUnderPolicies(optimizer, states, plugin.states(), dict(by_parameter(model)), assembly.spec.run.seed)
+    pieces = dict(by_parameter(model))
+    require_room(states, [box for parameter in trained.values() for box in boxes(pieces[parameter])])
+    return OptimizerUnderPolicies(
+        optimizer,
+        states,
+        plugin.states(),
+        pieces,
+        assembly.spec.run.seed,
+        nonnegative=plugin.nonnegative_states(),
+    )
 
 
 def _policies(assembly: Assembly) -> list[MemoryPolicyPlugin]:
@@ -171,7 +188,8 @@ class TorchStates(OptimizerStates):
 class OptimizerUnderPolicies(torch.optim.Optimizer):
     """Optimizer whose states are stored as memory policies say, from before its first step.
 
-    ``state`` holds the stored states and ``step``, the number of updates as an fp32 scalar on the CPU.
+    ``state`` holds the stored states and ``step``, the number of updates as an fp32 scalar on the CPU. ``blocks``: by
+    key of a stored state that has one value for each block of columns, the number of columns of a block.
     """
 
     def __init__(
@@ -181,17 +199,20 @@ class OptimizerUnderPolicies(torch.optim.Optimizer):
         keys: Sequence[str],
         pieces: Mapping[nn.Parameter, Sequence[Canonical]],
         seed: int,
+        *,
+        nonnegative: Sequence[str] = (),
     ) -> None:
         super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
         self._inner = inner
         self._states = states
-        self._keys = tuple(keys)
         self._seed = seed
+        self._nonnegative = frozenset(nonnegative)
+        self.blocks: dict[str, int] = {}
         self._boxes = {parameter: boxes(own) for parameter, own in pieces.items()}
         for parameter in (each for group in self.param_groups for each in group["params"]):
-            rooms = {key: states.room(local(parameter.detach())) for key in self._keys}
-            self.state[parameter] = {key: shared_out_like(parameter, room) for key, room in rooms.items()}
-            self.state[parameter][STEP] = torch.zeros((), device="cpu")
+            tensors, blocks = first_states(states, keys, parameter, len(whole_shape(pieces[parameter][0])))
+            self.state[parameter] = {**tensors, STEP: torch.zeros((), device="cpu")}
+            self.blocks.update(blocks)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -200,26 +221,38 @@ class OptimizerUnderPolicies(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update((key, value) for key, value in group.items() if key != "params")
         with_gradient = [
-            (number, parameter)
+            (number, parameter, parameter.grad)
             for number, group in enumerate(self.param_groups)
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        parts = (self._part(number, parameter) for number, parameter in with_gradient)
+        parts = (self._part(number, parameter, grad) for number, parameter, grad in with_gradient)
         self._states.update([part for part in parts if part.parameter.numel()])
-        for _, parameter in with_gradient:
+        for _, parameter, _ in with_gradient:
             self.state[parameter][STEP] += 1
 
-    def _part(self, group: int, parameter: nn.Parameter) -> StatePart:
+    @torch.no_grad()
+    def values(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """States of a parameter as the optimizer gets them, by key: fp32, sharded as it is, on any device."""
+        own = self._states.values(self._part(0, parameter, parameter.detach()))
+        return {
+            key: shared_out_like(parameter, value.view(local(parameter.detach()).shape)) for key, value in own.items()
+        }
+
+    def _part(self, group: int, parameter: nn.Parameter, grad: Tensor) -> StatePart:
         state = self.state[parameter]
-        grad = parameter.grad
-        assert grad is not None
         return StatePart(
             group=group,
             parameter=local_rows(parameter),
             grad=local_rows(grad),
-            states={key: local_rows(state[key]) for key in self._keys},
+            states={key: local_rows(value) for key, value in state.items() if key != STEP},
             boxes=self._boxes[parameter],
             step=int(state[STEP]),
             seed=self._seed,
+            nonnegative=self._nonnegative,
         )
+
+
+def blocks_of(optimizer: torch.optim.Optimizer) -> Mapping[str, int]:
+    """Columns of a row that share a value of a state, by key. Other states have a value for each element."""
+    return optimizer.blocks if isinstance(optimizer, OptimizerUnderPolicies | RuledOptimizer) else {}

@@ -361,20 +361,31 @@ class _Resolution:
         return next((placed for placed in self.placed if placed.section == section), None)
 
     def check_regions(self) -> None:
-        """Report regions named twice. One policy may treat a region, or one per mechanism if the policies join."""
+        """Report regions named twice. One policy may treat a region, or one per mechanism if the policies join.
+
+        Of those that store states in another format, there is one.
+        """
         owners: dict[tuple[str, str], tuple[_Placed, int]] = {}
+        rounders: dict[str, _Placed] = {}
         for placed in self.placed:
             if placed.section != "memory":
                 continue
             with self.asking(placed.path, placed.part, "regions"):
                 mechanism = placed.part.mechanism if placed.part.joins else ""
+                rounds = placed.part.rounds
                 for index, region in enumerate(placed.part.regions):
                     if region is UNKNOWN:
                         continue
+                    place = (*placed.path, "regions", index)
                     owner = owners.setdefault((region, mechanism), (placed, index))
                     if owner != (placed, index):
                         what = f"{placed} and {owner[0]} both treat region {region!r}."
-                        self.tell((*placed.path, "regions", index), Problem(what, "Name it once."))
+                        self.tell(place, Problem(what, "Name it once."))
+                        continue
+                    rounder = rounders.setdefault(region, placed) if rounds else placed
+                    if rounder != placed:
+                        what = f"{placed} and {rounder} both store region {region!r} in a format of their own."
+                        self.tell(place, Problem(what, "Name one of them."))
 
     def check_phases(self, train: TrainSpec) -> None:
         """Report policies that turn the phases of a layer into one, where something runs these one by one."""

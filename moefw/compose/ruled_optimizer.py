@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Layout, MatrixRule
 from moefw.core.errors import ContractError
-from moefw.runtime.optimizer_states import OptimizerStates, StatePart, local_rows
+from moefw.runtime.optimizer_states import OptimizerStates, StatePart, first_states, local_rows, require_room
 from moefw.runtime.parallel.boxes import Box, boxes
 from moefw.runtime.parallel.holders import holdings
 from moefw.runtime.parallel.home_exchange import Homes
 from moefw.runtime.parallel.homes import Stored, boxes_on, plan_homes
-from moefw.runtime.parallel.local_shards import is_shared_out, local, shared_out_like
+from moefw.runtime.parallel.local_shards import is_shared_out, local
 
 STEP: Final = "step"
+MATRIX_DIMS: Final = 2
 
 
 @frozen(kw_only=True, eq=False)
@@ -62,7 +63,7 @@ class RuledOptimizer(torch.optim.Optimizer):
     """Optimizer whose last group holds the parameters that a rule updates, and the others those of ``rest``.
 
     ``rest`` None: there are no others. ``directions``: the states of the rule, under memory policies. States are stored
-    from before the first step, as in :class:`moefw.compose.optimizer.OptimizerUnderPolicies`.
+    from before the first step, and ``blocks`` are, as in :class:`moefw.compose.optimizer.OptimizerUnderPolicies`.
     """
 
     def __init__(
@@ -86,13 +87,14 @@ class RuledOptimizer(torch.optim.Optimizer):
         self._directions = directions
         self._homes = homes
         self._seed = seed
+        self.blocks: dict[str, int] = dict(getattr(rest, "blocks", {}))
         if rest is not None:
             self.state.update(rest.state)
         for each in ruled:
             parameter = each.parameter
-            rooms = {key: directions.room(local(parameter.detach())) for key in rule.states()}
-            self.state[parameter] = {key: shared_out_like(parameter, room) for key, room in rooms.items()}
-            self.state[parameter][STEP] = torch.zeros((), device="cpu")
+            tensors, blocks = first_states(directions, rule.states(), parameter, MATRIX_DIMS)
+            self.state[parameter] = {**tensors, STEP: torch.zeros((), device="cpu")}
+            self.blocks.update(blocks)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -124,7 +126,7 @@ class RuledOptimizer(torch.optim.Optimizer):
             group=0,
             parameter=grad,
             grad=grad,
-            states={key: local_rows(state[key]) for key in self._rule.states()},
+            states={key: local_rows(value) for key, value in state.items() if key != STEP},
             boxes=ruled.boxes,
             step=int(state[STEP]),
             seed=self._seed,
@@ -181,6 +183,7 @@ def ruled_optimizer(
         Ruled(parameter=parameter, boxes=_checked(stored[name], boxes_on(stored[name], plan, layout.rank)))
         for name, parameter in matrices.items()
     ]
+    require_room(directions, [box for each in ruled for box in each.boxes])
     return RuledOptimizer(rest, ruled, rule, directions, homes, lr=lr, seed=seed)
 
 

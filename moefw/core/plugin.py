@@ -161,6 +161,9 @@ class MemoryPolicyPlugin(Plugin):
     joins: ClassVar[bool] = False
     """Whether policies with other mechanisms may also treat the same regions."""
 
+    rounds: ClassVar[bool] = False
+    """Whether it stores regions in a format of its own, with other bits. A region has one such policy at most."""
+
     runs_again: ClassVar[bool] = False
     """Whether backward recomputes the regions: their saved tensors and outputs are dropped, their inputs are kept."""
 
@@ -200,6 +203,12 @@ class OptimizerMemoryPolicyPlugin(MemoryPolicyPlugin):
     """
 
     joins: ClassVar[bool] = True
+
+    update_rtol: ClassVar[float] = 0.0
+    """Largest deviation from updates without the policy, where it is more than 0.05, which suffices for bf16.
+
+    Of a state as a share of its tensor's largest value, of a parameter as a share of the learning rate.
+    """
 
     regions: tuple[str, ...] = field(default=(OPTIMIZER,), init=False)
 
@@ -385,6 +394,10 @@ class OptimizerPlugin(Plugin):
 
         There may also be ``step``, a scalar that counts the updates.
         """
+        return ()
+
+    def nonnegative_states(self) -> Sequence[str]:
+        """Keys among those of ``states`` of which no value is ever below zero, such as a mean of squares."""
         return ()
 
     def rule(self) -> MatrixRule | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+from typing import final
 
 import torch
 from attrs import frozen
@@ -10,9 +12,11 @@ from torch import Tensor, nn
 
 from moefw.compose.build import Shared
 from moefw.compose.optimizer import build_optimizer
-from moefw.core.contracts import Layout
-from moefw.core.records import TrainedParameters
+from moefw.core.contracts import Layout, Named
+from moefw.core.records import Canonical, TrainedParameters
 from moefw.planner.micro_batch import MicroBatch
+from moefw.runtime.naming import by_parameter
+from moefw.runtime.parallel.boxes import whole_shape
 from moefw.runtime.parallel.holders import holdings
 from moefw.runtime.parallel.homes import Stored
 from moefw.runtime.parallel.trained import trained_parameters
@@ -46,7 +50,8 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     recorder = batch.recorder
     plugin = batch.assembly.parts.optimizer
     num_alike = _num_alike(batch) if plugin.rule() is None else {}
-    stored = nn.Module()
+    stored = _Stored()
+    pieces = dict(by_parameter(batch.model))
     facts = trained_parameters(batch.model).facts
     copies: dict[nn.Parameter, int] = {}
     """The number of parameters that each one of the optimizer stands for."""
@@ -59,6 +64,7 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
             shard = nn.Parameter(torch.empty(*batch.stored(parameter)))
             _register(stored, name, shard)
             stand_ins[name] = shard
+            stored.pieces += _pieces_like(name, shard, pieces[parameter])
             copies[shard] = copy_count
     before = recorder.now
     assembly = batch.assembly
@@ -109,6 +115,32 @@ def _sharded_dim(batch: MicroBatch, parameter: nn.Parameter) -> int | None:
     """Dimension along which ranks shard a parameter: the only one that is shorter on this rank; None: there is none."""
     sizes = zip(parameter.shape, batch.stored(parameter), strict=True)
     return next((dim for dim, (whole, own) in enumerate(sizes) if own < whole), None)
+
+
+@final
+class _Stored(nn.Module, Named):
+    """Parameters of the optimizer that is measured. ``pieces``: of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[Canonical] = []
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield the pieces."""
+        yield from self.pieces
+
+
+def _pieces_like(name: str, shard: nn.Parameter, pieces: Sequence[Canonical]) -> Iterator[Canonical]:
+    """Yield pieces of a parameter, cut into named tensors of as many dimensions as those of ``pieces``.
+
+    A rank that has some of the columns of a tensor has those of a larger one here, too: policies ask where they end.
+    """
+    dims = len(whole_shape(pieces[0]))
+    part = pieces[0].shard
+    part_of_columns = part if part is not None and part.dim == dims - 1 > 0 else None
+    stacked = shard.shape[: shard.dim() - dims]
+    for index in product(*map(range, stacked)):
+        yield Canonical(".".join([name, *map(str, index)]), shard, index, part_of_columns)
 
 
 def _num_alike(batch: MicroBatch) -> dict[nn.Parameter, int]:

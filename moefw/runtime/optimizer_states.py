@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from attrs import frozen
+from torch import Tensor, nn
 
 from moefw.core.contracts import MemoryPolicy
-from moefw.runtime.parallel.boxes import Box
-from moefw.runtime.parallel.local_shards import local
+from moefw.core.errors import ContractError, PlanError, Problem
+from moefw.runtime.parallel.boxes import Box, numbers, of_blocks
+from moefw.runtime.parallel.local_shards import local, shared_out_like
+from moefw_kernels.random import stream
 
 CUT_ELEMENTS = 64
 """Rows are cut at multiples of this number of elements: CPU kernels round differently where a vector is not full.
@@ -28,7 +32,10 @@ class StatePart:
 
     ``states``: by key, in the dtype in which they are stored, or fp32 where a policy passes them on to the optimizer.
     An update changes them and ``parameter`` in place. ``boxes``: of the rows. ``group``: the number of the parameter's
-    group, ``step`` that of earlier updates, ``seed`` that of the run.
+    group, ``step`` that of earlier updates, ``seed`` that of the run. ``nonnegative``: the keys of states that are
+    never below zero.
+
+    A policy may store a state in several tensors (:meth:`OptimizerStates.rooms`): ``states`` then has all of them.
     """
 
     group: int
@@ -38,6 +45,19 @@ class StatePart:
     boxes: tuple[Box, ...]
     step: int
     seed: int
+    nonnegative: frozenset[str] = frozenset()
+
+
+@frozen(eq=False)
+class Room:
+    """A tensor in which a state is stored, or a part of what is stored of it.
+
+    ``block``: the number of neighbouring columns of a row that share a value; 1: each element has one. The last block
+    of a row may be shorter.
+    """
+
+    values: Tensor
+    block: int = 1
 
 
 class OptimizerStates(ABC):
@@ -49,6 +69,25 @@ class OptimizerStates(ABC):
     @abstractmethod
     def room(self, parameter: Tensor) -> Tensor:
         """Zeros for a state of ``parameter``, this rank's piece: in storage form, with the same shape."""
+
+    def rooms(self, key: str, parameter: Tensor, dims: int) -> dict[str, Room]:
+        """Zeros for the state ``key`` of ``parameter``, this rank's piece, by key: all tensors in which it is stored.
+
+        One of them has the key of the state. ``dims``: the number of dimensions of the named tensors in ``parameter``,
+        which may be a stack of them. The default is one tensor, :meth:`room`.
+        """
+        return {key: Room(self.room(parameter))}
+
+    def problems(self, boxes: Sequence[Box]) -> Sequence[Problem]:
+        """Reasons why the states of these boxes, all that this rank stores, cannot be stored so. Default: none."""
+        return ()
+
+    def values(self, part: StatePart) -> dict[str, Tensor]:
+        """States of a part as the optimizer gets them, by key: fp32, of the parameter's shape, on any device.
+
+        The default is the stored states, in fp32.
+        """
+        return {key: state.float() for key, state in part.states.items()}
 
     @abstractmethod
     def update(self, parts: Sequence[StatePart]) -> None:
@@ -84,36 +123,90 @@ def rows_of(part: StatePart, start: int, stop: int) -> StatePart:
     )
 
 
-def buckets(parts: Sequence[StatePart], elements: int) -> Iterator[list[StatePart]]:
-    """Yield the parts in order, cut between rows into buckets of at most ``elements`` elements.
+def num_elements(part: StatePart) -> int:
+    """Number of elements of a part."""
+    return part.parameter.numel()
 
-    A bucket holds more if the smallest cut does: so few whole rows that their elements are a multiple of
-    ``CUT_ELEMENTS``.
+
+def bytes_of_states(part: StatePart) -> int:
+    """Bytes of all tensors in which the states of a part are stored."""
+    return sum(state.nbytes for state in part.states.values())
+
+
+def buckets(
+    parts: Sequence[StatePart], limit: int, size_of: Callable[[StatePart], int] = num_elements
+) -> Iterator[list[StatePart]]:
+    """Yield the parts in order, cut between rows into buckets of at most the size ``limit``.
+
+    ``size_of`` a part: all of its rows have the same. A bucket holds more if the smallest cut does: so few whole rows
+    that their elements are a multiple of ``CUT_ELEMENTS``.
     """
     bucket: list[StatePart] = []
-    free_elements = elements
+    free = limit
     for part in parts:
         num_rows = len(part.parameter)
         row_elements = part.parameter.numel() // num_rows
+        row_size = size_of(part) // num_rows
         smallest_rows = CUT_ELEMENTS // math.gcd(CUT_ELEMENTS, row_elements)
         start = 0
         while start < num_rows:
             rows_left = num_rows - start
-            if rows_left * row_elements <= free_elements:
-                count = rows_left
-            else:
-                count = free_elements // (smallest_rows * row_elements) * smallest_rows
+            count = rows_left
+            if rows_left * row_size > free:
+                count = free // (smallest_rows * row_size) * smallest_rows
             if count == 0 and bucket:
                 yield bucket
                 bucket = []
-                free_elements = elements
+                free = limit
                 continue
             count = min(count or smallest_rows, rows_left)
             bucket.append(rows_of(part, start, start + count))
             start += count
-            free_elements = max(0, free_elements - count * row_elements)
+            free = max(0, free - count * row_size)
     if bucket:
         yield bucket
+
+
+def require_room(states: OptimizerStates, boxes: Sequence[Box]) -> None:
+    """Raise PlanError unless the states of these boxes, of what this rank stores, can be stored."""
+    problems = states.problems(boxes)
+    if problems:
+        raise PlanError(problems)
+
+
+def first_states(
+    states: OptimizerStates, keys: Sequence[str], parameter: nn.Parameter, dims: int
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Zeros for all states of a parameter, sharded as it is, by key; and the columns of a block, of those with blocks.
+
+    ``dims``: the number of dimensions of its named tensors. Raises ContractError if two of them have one key.
+    """
+    tensors: dict[str, Tensor] = {}
+    blocks: dict[str, int] = {}
+    for key in keys:
+        for name, room in states.rooms(key, local(parameter.detach()), dims).items():
+            if name in tensors:
+                what = f"a memory policy stores the state {key} as {name}, which the optimizer has, too."
+                raise ContractError(what, "Give the state of the optimizer another key.")
+            shape = None if room.block == 1 else of_blocks(parameter.shape, room.block)
+            tensors[name] = shared_out_like(parameter, room.values, shape)
+            if room.block > 1:
+                blocks[name] = room.block
+    return tensors, blocks
+
+
+def draws(part: StatePart, number: int) -> Tensor:
+    """64 random bits for each element of a part, int64 of the parameter's shape, in draw ``number``.
+
+    They depend on the seed, the step, the draw, and the element's place in the named tensor. So they are the same on
+    every layout and on every copy of a parameter, and a resumed run draws them again.
+    """
+    bits = torch.zeros(part.parameter.shape, dtype=torch.int64, device=part.parameter.device)
+    for box in part.boxes:
+        # A key for each named tensor of which this parameter holds a box: two states, steps or tensors never share one.
+        key = hashlib.sha256(f"{part.seed}:{part.step}:{number}:{box.name}".encode()).digest()
+        bits[box.slices] = stream(int.from_bytes(key[:8], "big"), numbers(box, bits.device))
+    return bits
 
 
 def local_rows(tensor: Tensor) -> Tensor:

@@ -208,6 +208,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = {
         ),
         "paged-stash": (("experts", [_stash("experts")], {}),),
         "optimizer-bf16": (("", [{"use": "optimizer-bf16"}], {}),),
+        "optimizer-8bit": (("", [{"use": "optimizer-8bit", "block": 16}], {}),),
         "optimizer-offload": (
             ("host, optimizer-bf16", [{"use": "optimizer-offload", "update": "host"}, {"use": "optimizer-bf16"}], {}),
         ),

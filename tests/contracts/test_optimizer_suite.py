@@ -34,6 +34,12 @@ BROKEN: list[tuple[Any, str, str, tuple[str, ...]]] = [
     (broken.ScalesByTheNorm, "layouts", "under tp 2, etp 2, embed.weight has other bits.", ("tp 2, etp 2",)),
     (broken.MixesExperts, "layouts", "under all sharded, ep 2, layers.1.moe.experts.0.gate", ("all sharded, ep 2",)),
     (broken.NamesAnotherState, "states_are", "states() names velocity, and embed.weight has ['momentum'].", ()),
+    (
+        broken.SaysNothingIsBelowZero,
+        "states_are",
+        "nonnegative_states() names momentum, and in that of embed.weight is -",
+        (),
+    ),
     (broken.KeepsBF16, "states_are", "of embed.weight is torch.bfloat16 (8, 128), not torch.float32 (8, 128).", ()),
     (broken.CountsForItself, "with_states", "after a checkpoint, embed.weight has other bits.", ()),
     (broken.ScalesByTheNorm, "rows_that", "updated in two halves, embed.weight has other bits.", ()),

@@ -1,4 +1,4 @@
-"""Optimizer states in bf16 and off the device, in whole runs: layouts, resuming, losses, refusals."""
+"""Optimizer states in bf16, in 8 bits and off the device, in whole runs: layouts, resuming, losses, refusals."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from checkpoint_cases import saved
 from moefw.compose.optimizer import build_optimizer
 from moefw.plugins.memory.offload import OptimizerOffload
 from moefw.plugins.memory.offload.buffers import STATES, host_memory
+from moefw.plugins.memory.optimizer_8bit import Optimizer8bit
 from moefw.plugins.memory.optimizer_bf16 import OptimizerBF16
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.optimizer_memory_policy import OptimizerMemoryPolicySuite
@@ -31,8 +32,11 @@ from pairwise import deep, each_value
 
 CPU = torch.device("cpu")
 Memory = Sequence[Mapping[str, Any]]
+SIZES: Mapping[str, int] = {"vocab_size": 64, "expert_dim": 32, "shared_expert_dim": 32}
+"""Two ranks of tp or etp have whole blocks of 16 columns."""
 
 BF16: Memory = [{"use": "optimizer-bf16"}]
+BITS: Memory = [{"use": "optimizer-8bit", "block": 16}]
 UP: Memory = [{"use": "optimizer-offload", "bucket_bytes": 2048}]
 DOWN: Memory = [{"use": "optimizer-offload", "update": "host", "bucket_bytes": 2048}]
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
@@ -47,7 +51,7 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 def trained(tree: Mapping[str, Any], world: int, steps: range, folder: str) -> None:
     """Take steps with given gradients, from the checkpoint before them if there is one, and save the next one."""
     parts = {"gemm": {"use": "grouped"}, **tree}
-    model, assembly, layout, shared = open_model(whole_model(world, parts=parts, plugins=(), sizes={"vocab_size": 64}))
+    model, assembly, layout, shared = open_model(whole_model(world, parts=parts, plugins=(), sizes=SIZES))
     optimizer = build_optimizer(assembly, model, layout, CPU, shared)
     if steps.start:
         checkpoint.load(Path(folder) / "checkpoints" / f"step-{steps.start}", model, optimizer)
@@ -75,28 +79,47 @@ def test_offload_changes_no_bit(pool: RankPool, tmp_path: Path, memory: Memory, 
 
 
 @pytest.mark.parametrize("gemm", ["grouped", *deep("loop")])
-def test_no_layout_changes_a_bit_of_bf16_states(pool: RankPool, tmp_path: Path, gemm: str) -> None:
-    alone, *others = (run(pool, tmp_path / name, BF16, name, range(3), gemm={"use": gemm}) for name in LAYOUTS)
-    assert alone["optimizer/exp_avg_sq/head.weight"].dtype is torch.bfloat16
+@pytest.mark.parametrize(("memory", "dtype"), [(BF16, torch.bfloat16), (BITS, torch.uint8)], ids=["bf16", "8bit"])
+def test_no_layout_changes_a_bit_of_rounded_states(
+    pool: RankPool, tmp_path: Path, memory: Memory, dtype: torch.dtype, gemm: str
+) -> None:
+    alone, *others = (run(pool, tmp_path / name, memory, name, range(3), gemm={"use": gemm}) for name in LAYOUTS)
+    assert alone["optimizer/exp_avg_sq/head.weight"].dtype is dtype
     for other in others:
         assert differing(alone, other) == []
 
 
+def test_a_checkpoint_holds_codes_and_scales_of_matrices_and_fp32_states_of_vectors(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    held = run(pool, tmp_path, BITS, "tp 2, etp 2", range(1))
+    down = "layers.1.moe.experts.0.down_proj.weight"
+    num_rows, num_columns = held[f"model/{down}"].shape
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert held[f"optimizer/{key}/{down}"].dtype is torch.uint8
+        scales = held[f"optimizer/{key}_scale/{down}"]
+        assert scales.dtype is torch.float32
+        assert scales.shape == (num_rows, num_columns // 16)
+        assert held[f"optimizer/{key}/norm.weight"].dtype is torch.float32
+        assert f"optimizer/{key}_scale/norm.weight" not in held
+
+
 @pytest.mark.parametrize(
     "memory",
-    [[*BF16, *UP], *deep([*UP, *BF16], [*DOWN, *BF16])],
-    ids=["bf16 up", "up bf16", "down bf16"],
+    [[*BF16, *UP], [*DOWN, *BITS], *deep([*UP, *BF16], [*DOWN, *BF16], [*BITS, *UP])],
+    ids=["bf16 up", "down 8bit", "up bf16", "down bf16", "8bit up"],
 )
-def test_bf16_states_off_the_device_are_the_same_bits(pool: RankPool, tmp_path: Path, memory: Memory) -> None:
+def test_rounded_states_off_the_device_are_the_same_bits(pool: RankPool, tmp_path: Path, memory: Memory) -> None:
+    on_device = [policy for policy in memory if policy["use"] != "optimizer-offload"]
     for layout in ("one rank", "all sharded"):
-        plain = run(pool, tmp_path / f"plain {layout}", BF16, layout, range(3))
+        plain = run(pool, tmp_path / f"plain {layout}", on_device, layout, range(3))
         assert differing(plain, run(pool, tmp_path / f"moved {layout}", memory, layout, range(3))) == []
 
 
 @pytest.mark.parametrize(
     "memory",
-    [*deep(BF16, UP), [*DOWN, *BF16]],
-    ids=["bf16", "offload", "both"],
+    [*deep(BF16, UP, [*UP, *BITS]), [*DOWN, *BF16], BITS],
+    ids=["bf16", "offload", "offloaded 8bit", "offloaded bf16", "8bit"],
 )
 def test_a_resumed_run_goes_on_bit_for_bit_in_any_layout(pool: RankPool, tmp_path: Path, memory: Memory) -> None:
     through = run(pool, tmp_path / "through", memory, "one rank", range(4))
@@ -165,10 +188,13 @@ def losses(memory: Memory, beta2: float) -> list[float]:
 
 
 @pytest.mark.parametrize("beta2", [*deep(0.95), 0.999])
-def test_bf16_states_train_like_fp32(pool: RankPool, beta2: float) -> None:
-    (plain,), (treated,) = (pool.run(losses, 1, memory, beta2) for memory in ([], BF16))
+def test_rounded_states_train_like_fp32(pool: RankPool, beta2: float) -> None:
+    eight_bits = [{"use": "optimizer-8bit"}]
+    (plain,), (bf16,), (bits,) = (pool.run(losses, 1, memory, beta2) for memory in ([], BF16, eight_bits))
     assert plain[-1] < 0.01 * plain[0]
-    assert treated[-1] == pytest.approx(plain[-1], abs=5e-3)  # nats; the first loss is 4.1
+    # nats; the first loss is 4.1
+    assert bf16[-1] == pytest.approx(plain[-1], abs=5e-3)
+    assert bits[-1] == pytest.approx(plain[-1], abs=1e-2)
 
 
 @frozen
@@ -195,18 +221,75 @@ def refusal(memory: Memory, optimizer: str = "adamw") -> str:
     ("memory", "says"),
     [
         ([*BF16, *BF16], "optimizer-bf16 and optimizer-bf16 both treat region 'optimizer'. Name it once."),
+        ([*BF16, *BITS], "optimizer-8bit and optimizer-bf16 both store region 'optimizer' in a format of their own."),
+        ([{"use": "optimizer-8bit", "block": 48}], "is 48; it must be a power of two from 16 to 4096"),
+        ([{"use": "optimizer-8bit", "block": 8}], "is 8; it must be"),
         ([*UP, *DOWN], "optimizer-offload and optimizer-offload both treat region 'optimizer'."),
         ([{"use": "optimizer-bf16", "regions": ["optimizer"]}], "'regions' is not an option here."),
         ([{"use": "optimizer-bf16", "rounding": "up"}], "'up'"),
         ([{"use": "optimizer-offload", "bucket_bytes": 0}], "bucket_bytes"),
-        ([{"use": "recompute", "regions": ["optimizer"]}], "adamw offers optimizer=bf16 or optimizer=offload"),
+        (
+            [{"use": "recompute", "regions": ["optimizer"]}],
+            "adamw offers optimizer=bf16 or optimizer=8bit or optimizer=offload",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(memory: Memory, says: str) -> None:
     assert says in refusal(memory)
 
 
-@pytest.mark.parametrize("memory", [BF16, UP], ids=["bf16", "offload"])
+def refused_on_ranks(pool: RankPool, error: type[Exception], call: Any, world: int, *arguments: Any) -> str:
+    """Return the message with which all ranks refuse a call."""
+    with pytest.raises(Exception, match=error.__name__) as caught:
+        pool.run(call, world, *arguments)
+    return str(caught.value)
+
+
+def test_experts_cut_inside_blocks_are_refused_by_check() -> None:
+    parallel = {"experts": {"etp": 2}}
+    for memory, fix in (
+        ([{"use": "optimizer-8bit"}], "block: 32"),
+        ([{"use": "optimizer-8bit", "block": 64}], "block: 32"),
+    ):
+        parts = {"memory": memory, "parallel": parallel}
+        with pytest.raises(moefw.PlanError) as caught:
+            whole_model(2, parts=parts, plugins=(), sizes={"expert_dim": 64}).assemble()
+        said = str(caught.value)
+        assert "memory[0].block: " in said
+        assert "etp: 2 cuts the 64 columns of the experts' down projections into parts of 32." in said
+        assert said.endswith(f"Use {fix}, or split columns over fewer ranks.")
+    fits = {"memory": [{"use": "optimizer-8bit", "block": 32}], "parallel": parallel}
+    whole_model(2, parts=fits, plugins=(), sizes={"expert_dim": 64}).assemble()
+
+
+def test_matrices_cut_inside_blocks_are_refused_by_name_when_the_optimizer_is_built(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    tree = {"memory": [{"use": "optimizer-8bit", "block": 32}], "parallel": {"dense": {"tp": 2}}}
+    said = refused_on_ranks(pool, moefw.PlanError, trained, 2, tree, 2, range(1), str(tmp_path))
+    assert "blocks of 32 values of a row have one scale, and a rank stores parts of blocks: columns" in said
+    assert "of the 32 of layers.0.attention.o_proj.weight and of layers.1.attention.o_proj.weight" in said
+    assert "Use block: 16, or split columns over fewer ranks." in said
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        (BITS, [], "exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, step of embed.weight"),
+        (BF16, BITS, "exp_avg, exp_avg_sq, step of embed.weight"),
+        (BITS, [{"use": "optimizer-8bit", "block": 32}], "is (64, 2) there and (64, 1) here"),
+    ],
+    ids=["8bit to fp32", "bf16 to 8bit", "another block"],
+)
+def test_codes_go_on_as_codes_alone(pool: RankPool, tmp_path: Path, before: Memory, after: Memory, kept: str) -> None:
+    run(pool, tmp_path, before, "one rank", range(1))
+    tree = {"memory": after, "parallel": {}}
+    said = refused_on_ranks(pool, moefw.CheckpointError, trained, 1, tree, 1, range(1, 2), str(tmp_path))
+    assert kept in said
+    assert "Use the optimizer, and the memory policies of its states, that it was trained with" in said
+
+
+@pytest.mark.parametrize("memory", [BF16, BITS, UP], ids=["bf16", "8bit", "offload"])
 def test_an_optimizer_that_does_not_offer_its_states_is_refused_a_policy(memory: Memory) -> None:
     said = refusal(memory, "stubborn")
     assert f"{memory[0]['use']} needs region optimizer to allow {memory[0]['use'].split('-')[1]}" in said
@@ -234,6 +317,15 @@ class TestOptimizerBF16(OptimizerMemoryPolicySuite):
 
 @pytest.mark.deep
 class TestOptimizerBF16ToNearest(TestOptimizerBF16):
+    options = {"rounding": "nearest"}
+
+
+class TestOptimizer8bit(OptimizerMemoryPolicySuite):
+    plugin = Optimizer8bit
+
+
+@pytest.mark.deep
+class TestOptimizer8bitToNearest(TestOptimizer8bit):
     options = {"rounding": "nearest"}
 
 

@@ -15,10 +15,10 @@ from moefw.core.errors import ContractError
 from moefw.plugins.memory.offload.buffers import STATES, host_memory
 from moefw.plugins.memory.offload.states import HostStates, StatesUpdatedThere, StreamedStates
 from moefw.plugins.memory.offload.streams import CudaTransfers, PlainTransfers
-from moefw.plugins.memory.optimizer_bf16.states import BF16Policy, BF16States, draws, rounded
+from moefw.plugins.memory.optimizer_bf16.states import BF16Policy, BF16States, rounded
 from moefw.plugins.optimizers.adamw import AdamW
 from moefw.runtime.naming import by_parameter, canonical_parameters
-from moefw.runtime.optimizer_states import OptimizerStates, StatePart, buckets, local_rows
+from moefw.runtime.optimizer_states import OptimizerStates, StatePart, buckets, draws, local_rows
 from moefw.runtime.parallel.boxes import boxes, numbers
 from moefw.runtime.parallel.local_shards import local
 from moefw.runtime.parallel.trained import trained_parameters

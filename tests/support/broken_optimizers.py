@@ -116,6 +116,14 @@ class NamesAnotherState(Sound):
 
 
 @frozen
+class SaysNothingIsBelowZero(Sound):
+    name: ClassVar[str] = "says-nothing-is-below-zero"
+
+    def nonnegative_states(self) -> Sequence[str]:
+        return ("momentum",)
+
+
+@frozen
 class KeepsBF16(Sound):
     name: ClassVar[str] = "keeps-bf16"
 

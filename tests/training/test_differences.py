@@ -56,9 +56,9 @@ class TestAnotherOptimizer:
             checkpoint.load(folder, model, optimizer)
         assert str(refused.value) == (
             f"{folder} is a checkpoint of another optimizer: it keeps exp_avg, exp_avg_sq, step of embed (and of 1 more), "
-            f"and this one {keeps}. Use the optimizer that it was trained with (train.optimizer in spec.yaml "
-            "of the run's folder), or train on from its weights, with fresh states of this one: "
-            "train.fresh_optimizer=true."
+            f"and this one {keeps}. Use the optimizer, and the memory policies of its states, that it was "
+            "trained with (train.optimizer and memory in spec.yaml of the run's folder), or train on from its weights, "
+            "with fresh states of this one: train.fresh_optimizer=true."
         )
         assert not model.embed.any()
 

@@ -33,12 +33,17 @@ class AdamW(OptimizerPlugin):
     """Weight decay: a step takes this share, times the learning rate, off each weight that decays."""
 
     def offers(self, site: Site) -> Offers:
-        """Offer an elementwise update, with the moments in bf16, off the device, or both."""
-        return moefw.offers(update=("elementwise",), region=((OPTIMIZER, "bf16"), (OPTIMIZER, "offload")))
+        """Offer an elementwise update, with the moments in bf16 or in 8 bits, and off the device."""
+        regions = ((OPTIMIZER, "bf16"), (OPTIMIZER, "8bit"), (OPTIMIZER, "offload"))
+        return moefw.offers(update=("elementwise",), region=regions)
 
     def states(self) -> tuple[str, ...]:
         """Names of the moments."""
         return ("exp_avg", "exp_avg_sq")
+
+    def nonnegative_states(self) -> tuple[str, ...]:
+        """Name of the second moment."""
+        return ("exp_avg_sq",)
 
     def build(self, parameters: TrainedParameters, lr: float) -> Any:
         """Fused ``torch.optim.AdamW``; a group holds parameters of one mesh with the same decay."""

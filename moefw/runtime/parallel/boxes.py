@@ -53,6 +53,52 @@ class Box:
         corner = [first + (begin - rows.start) * (dim == 0) for first, dim in zip(self.corner, self.dims, strict=True)]
         return evolve(self, slices=(slice(begin - start, end - start), *self.slices[1:]), corner=tuple(corner))
 
+    @property
+    def columns(self) -> range:
+        """Columns of the named tensor that the box has: places along its last dimension."""
+        first = self.corner[-1]
+        in_stored = self.slices[self.dims[-1]]
+        return range(first, first + in_stored.stop - in_stored.start)
+
+    def cuts(self, block: int) -> bool:
+        """Whether the box begins or ends inside one of the blocks of ``block`` columns of the named tensor.
+
+        The last block of a row may be shorter than the others. A box that begins inside a block of the stored tensor
+        also cuts one.
+        """
+        columns = self.columns
+        begins_inside = columns.start % block or self.slices[self.dims[-1]].start % block
+        ends_inside = columns.stop % block and columns.stop < self.whole[-1]
+        return bool(begins_inside or ends_inside)
+
+    def of_blocks(self, block: int) -> Box:
+        """This box in a tensor with one value for each block of ``block`` columns. It must cut none of them."""
+        if block == 1:
+            return self
+        assert not self.cuts(block), "a block has one value, so it lies on one rank"
+        dim = self.dims[-1]
+        in_stored = self.slices[dim]
+        slices = list(self.slices)
+        slices[dim] = slice(num_blocks(in_stored.start, block), num_blocks(in_stored.stop, block))
+        return evolve(
+            self,
+            whole=(*self.whole[:-1], num_blocks(self.whole[-1], block)),
+            corner=(*self.corner[:-1], self.corner[-1] // block),
+            slices=tuple(slices),
+        )
+
+
+def num_blocks(num_columns: int, block: int) -> int:
+    """Number of blocks of ``block`` columns; the last one may be shorter."""
+    return -(-num_columns // block)
+
+
+def of_blocks(shape: Sequence[int], block: int) -> tuple[int, ...]:
+    """Shape of a tensor with one value for each block of ``block`` columns, given that of the tensor with columns."""
+    if block == 1:  # also of a scalar, which has no columns
+        return tuple(shape)
+    return (*shape[:-1], num_blocks(shape[-1], block))
+
 
 def boxes(pieces: Sequence[Canonical]) -> tuple[Box, ...]:
     """Boxes of the elements that this rank stores of the parameter with these pieces.

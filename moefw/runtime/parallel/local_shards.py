@@ -87,10 +87,11 @@ def stored(tensor: Tensor, values: Tensor) -> Tensor:
     return values
 
 
-def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
+def shared_out_like(tensor: Tensor, values: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """``values``, for the piece of ``tensor`` that this rank stores, as a tensor with the same sharding.
 
-    The values are not copied, and may be on another device.
+    The values are not copied, and may be on another device. ``shape``: that of the whole, if it is another one than
+    that of ``tensor``, as of a tensor with one value for each block of columns.
     """
     if not is_shared_out(tensor):
         return values
@@ -99,7 +100,11 @@ def shared_out_like(tensor: Tensor, values: Tensor) -> Tensor:
     spec = tensor._spec
     meta = spec.tensor_meta
     assert meta is not None
-    return DTensor(values, replace(spec, tensor_meta=meta._replace(dtype=values.dtype)), requires_grad=False)
+    meta = meta._replace(dtype=values.dtype)
+    if shape is not None:
+        like = torch.empty(tuple(shape), device="meta")
+        meta = meta._replace(shape=like.shape, stride=like.stride())
+    return DTensor(values, replace(spec, tensor_meta=meta), requires_grad=False)
 
 
 def sharded_sides(layout: Layout) -> frozenset[Side]:

@@ -191,7 +191,10 @@ class OptimizerSuite(MatrixRuleTests):
             self._alike(begun, alone, on_rank, f"under {layout}")
 
     def test_states_are_those_that_it_names(self) -> None:
-        """A state that ``states`` names is fp32 and has the shape of its parameter. ``step`` is a number."""
+        """A state that ``states`` names is fp32 and has the shape of its parameter. ``step`` is a number.
+
+        Of one that ``nonnegative_states`` names, no value is below zero.
+        """
         parameters, optimizer = self._after(STEPS)
         for name, parameter in parameters.items():
             held = optimizer.state[parameter]
@@ -200,6 +203,11 @@ class OptimizerSuite(MatrixRuleTests):
                 same_shape = held[key].shape == parameter.shape and held[key].dtype == torch.float32
                 says = f"{self.plugin.name}: {key} of {name} is {held[key].dtype} {tuple(held[key].shape)}"
                 assert same_shape, f"{says}, not torch.float32 {tuple(parameter.shape)}."
+            for key in self.part.nonnegative_states():
+                assert key in self.part.states(), f"{self.plugin.name}: states() does not name {key}."
+                least = held[key].min().item()
+                says = f"{self.plugin.name}: nonnegative_states() names {key}, and in that of {name} is {least:.2g}"
+                assert least >= 0.0, f"{says}."
 
     def test_with_states_of_a_checkpoint_it_goes_on_with_the_same_bits(self) -> None:
         """A checkpoint holds the parameters, and what ``state`` holds of each. Nothing else is needed."""

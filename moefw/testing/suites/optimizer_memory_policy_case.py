@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moefw.compose.optimizer import build_optimizer
+from moefw.compose.optimizer import OptimizerUnderPolicies, blocks_of, build_optimizer
 from moefw.core.contracts import Layout
 from moefw.core.records import Canonical
 from moefw.runtime.naming import by_parameter, joined
+from moefw.runtime.parallel.boxes import of_blocks
 from moefw.runtime.parallel.local_shards import all_of, is_shared_out, local, whole
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.runs import open_model
@@ -19,10 +20,15 @@ from moefw.testing.suites.runs import open_model
 
 @dataclass(kw_only=True)
 class Rested:
-    """Whole parameters, and states by key, by canonical name. ``shaped``: whether states have parameters' shards."""
+    """Whole parameters, and states by key, by canonical name.
+
+    ``states``: as they are stored. ``values``: as the optimizer gets them. ``shaped``: whether states are sharded as
+    their parameters are, with their shape but for blocks of columns that share a value.
+    """
 
     parameters: dict[str, Tensor]
     states: dict[str, dict[str, Tensor]]
+    values: dict[str, dict[str, Tensor]]
     shaped: bool
 
 
@@ -46,25 +52,33 @@ def rested(layer_case: LayerCase, steps: int) -> Rested:
     for step in range(steps):
         give_gradients(model, step)
         optimizer.step()
+    blocks = blocks_of(optimizer)
     parameters: dict[str, Tensor] = {}
     states: dict[str, dict[str, Tensor]] = {}
+    values: dict[str, dict[str, Tensor]] = {}
     shaped = True
     for parameter, pieces in by_parameter(model):
         all_states: Mapping[str, Tensor] = optimizer.state[parameter]
         own_states = {key: value for key, value in all_states.items() if value.dim()}  # not a count of steps
-        for value in own_states.values():
-            same_shape = value.shape == parameter.shape and local(value).shape == local(parameter).shape
-            if not same_shape or is_shared_out(value) != is_shared_out(parameter):
+        for key, value in own_states.items():
+            block = blocks.get(key, 1)
+            same_shape = value.shape == of_blocks(parameter.shape, block)
+            same_local_shape = local(value).shape == of_blocks(local(parameter).shape, block)
+            if not same_shape or not same_local_shape or is_shared_out(value) != is_shared_out(parameter):
                 shaped = False
+        own_values = optimizer.values(parameter) if isinstance(optimizer, OptimizerUnderPolicies) else own_states
         # Collective: every rank joins the pieces in one order.
         whole_parameter = whole(parameter.detach())
         whole_states = {key: whole(value) for key, value in own_states.items()}
+        whole_values = {key: whole(value) for key, value in own_values.items()}
         for piece in pieces:
             parameters[piece.name] = _joined(piece, whole_parameter, layout)
             for key, value in whole_states.items():
                 states.setdefault(key, {})[piece.name] = _joined(piece, value, layout)
+            for key, value in whole_values.items():
+                values.setdefault(key, {})[piece.name] = _joined(piece, value, layout)
     shared.close()
-    return Rested(parameters=parameters, states=states, shaped=shaped)
+    return Rested(parameters=parameters, states=states, values=values, shaped=shaped)
 
 
 def _joined(piece: Canonical, value: Tensor, layout: Layout) -> Tensor:

@@ -146,8 +146,9 @@ def _checked(
         states, rooms, misfit = _states_to_fill(saved, model, optimizer, compare_forms=not problems)
         if misfit and not fresh_optimizer:
             fix = (
-                "Use the optimizer that it was trained with (train.optimizer in spec.yaml of the run's folder), or "
-                "train on from its weights, with fresh states of this one: train.fresh_optimizer=true."
+                "Use the optimizer, and the memory policies of its states, that it was trained with (train.optimizer "
+                "and memory in spec.yaml of the run's folder), or train on from its weights, with fresh states of this "
+                "one: train.fresh_optimizer=true."
             )
             problems.append(Problem(f"{folder} is a checkpoint of another optimizer: {misfit}.", fix))
     if problems:

@@ -15,11 +15,12 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
+from moefw.compose.optimizer import blocks_of
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.records import Side
 from moefw.runtime.naming import states
-from moefw.runtime.parallel.boxes import Box, boxes
+from moefw.runtime.parallel.boxes import Box, boxes, of_blocks
 from moefw.runtime.parallel.holders import STATE_HOLDERS, Holding, holdings, storing_same
 from moefw.runtime.parallel.local_shards import local
 
@@ -55,9 +56,9 @@ def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout)
         sharded = same_elements(side, holding.copied_over, holding.stages, True)
         whole = same_elements(side, STATE_HOLDERS[side], holding.stages, False)
         of_pieces = boxes(holding.pieces)
-        for kind, value in _values(holding, optimizer):
-            if value.shape == holding.parameter.shape:
-                stored[sharded].extend(_boxed(f"{kind}/", box, value) for box in of_pieces)
+        for kind, value, block in _values(holding, optimizer):
+            if value.shape == of_blocks(holding.parameter.shape, block):
+                stored[sharded].extend(_boxed(f"{kind}/", box.of_blocks(block), value) for box in of_pieces)
             else:
                 scalars[whole].extend(_whole(f"{kind}/{piece.name}", value) for piece in holding.pieces)
     sides: tuple[Side, Side] = ("dense", "experts")
@@ -103,16 +104,18 @@ def _cut(part: Part, begin: int, end: int) -> Part | None:
     return evolve(part, values=part.values.narrow(dim, first, last - first), corner=corner)
 
 
-def _values(holding: Holding, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter and its optimizer's states, with what their names begin with."""
+def _values(holding: Holding, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, int]]:
+    """Yield a parameter and its optimizer's states: what their names begin with, and columns that share a value."""
     parameter = holding.parameter
-    yield "model", parameter.detach()
+    yield "model", parameter.detach(), 1
+    blocks = blocks_of(optimizer)
     for key, value in optimizer.state.get(parameter, {}).items():
-        if value.dim() and value.shape != parameter.shape:
+        block = blocks.get(key, 1)
+        if value.dim() and value.shape != of_blocks(parameter.shape, block):
             of = f"{key} of {holding.pieces[0].name}, whose shape is {tuple(parameter.shape)}"
             problem = f"the optimizer has a state {tuple(value.shape)} {of}."
             raise ContractError(problem, "Let states be scalars, or have the shape of their parameter.")
-        yield f"optimizer/{key}", value
+        yield f"optimizer/{key}", value, block
 
 
 def _boxed(kind: str, box: Box, value: Tensor) -> Part:

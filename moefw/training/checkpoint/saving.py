@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefw.compose.optimizer import blocks_of
 from moefw.core.contracts import Layout
 from moefw.core.errors import RunError
 from moefw.core.records import Canonical
@@ -167,18 +168,20 @@ def require_finite(run_dir: Path, step: int, bad: str | None, layout: Layout) ->
 
 def _first_bad(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     """Name of the first tensor on this rank, of its own copies and shards, that holds NaN or infinity."""
+    blocks = blocks_of(optimizer)
     for parameter, pieces in by_parameter(model):
         if is_held_as_codes(parameter):
             continue  # not saved; its values were looked at when they were read
-        states = {f"optimizer/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-        for kind, held in {"model": parameter.detach(), **states}.items():
+        if not is_finite(local(parameter.detach())):
+            return f"model/{_bad_piece(parameter.detach(), pieces)}"
+        for key, held in optimizer.state.get(parameter, {}).items():
             if not is_finite(local(held)):
-                return f"{kind}/{_bad_piece(held, pieces)}"
+                return f"optimizer/{key}/{_bad_piece(held, pieces, blocks.get(key, 1))}"
     return next((f"state/{name}" for name, held in state_tensors(model).items() if not is_finite(held)), None)
 
 
-def _bad_piece(held: Tensor, pieces: Sequence[Canonical]) -> str:
-    """Name of the non-finite piece of a parameter, or of a tensor of its shape."""
+def _bad_piece(held: Tensor, pieces: Sequence[Canonical], block: int = 1) -> str:
+    """Name of the non-finite piece of a parameter, or of a tensor of its shape but for ``block`` columns a value."""
     own = local(held)
-    named = (box.name for box in boxes(pieces) if held.dim() and not is_finite(box.of(own)))
+    named = (box.name for box in boxes(pieces) if held.dim() and not is_finite(box.of_blocks(block).of(own)))
     return next(named, pieces[0].name)

@@ -8,9 +8,10 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from moefw.compose.optimizer import blocks_of
 from moefw.core.records import Canonical
 from moefw.runtime.naming import by_parameter, state_tensors
-from moefw.runtime.parallel.boxes import boxes, whole_shape
+from moefw.runtime.parallel.boxes import boxes, of_blocks, whole_shape
 from moefw.runtime.parallel.local_shards import local
 from moefw.runtime.safetensors_dtypes import NAMES
 from moefw.training.checkpoint.manifest import SavedTensor
@@ -63,6 +64,7 @@ def optimizer_slots(
     keys = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
     for parameter, pieces in _trained(model):
         states = rooms.setdefault(parameter, dict(optimizer.state.get(parameter, {})))
+        blocks = blocks_of(optimizer)
         for key in sorted(keys | states.keys()):
             if key not in states:
                 of_pieces = [saved[name] for piece in pieces if (name := f"optimizer/{key}/{piece.name}") in saved]
@@ -70,18 +72,24 @@ def optimizer_slots(
                     continue
                 like = parameter.detach()
                 states[key] = torch.zeros_like(like) if of_pieces[0].shape else torch.zeros((), device=like.device)
-            slots |= _of_pieces(f"optimizer/{key}", states[key], pieces, rests=True)
+            slots |= _of_pieces(f"optimizer/{key}", states[key], pieces, block=blocks.get(key, 1), rests=True)
     return slots, rooms
 
 
-def _of_pieces(kind: str, held: Tensor, pieces: Sequence[Canonical], *, rests: bool = False) -> dict[str, Slot]:
-    """Slots of a parameter, of a tensor of its shape, or of a scalar that belongs to it."""
-    if held.shape != pieces[0].parameter.shape:
+def _of_pieces(
+    kind: str, held: Tensor, pieces: Sequence[Canonical], *, block: int = 1, rests: bool = False
+) -> dict[str, Slot]:
+    """Slots of a parameter, of a tensor of its shape, or of a scalar that belongs to it.
+
+    ``block``: the number of columns of the parameter that share a value of ``held``.
+    """
+    if held.shape != of_blocks(pieces[0].parameter.shape, block):
         return {f"{kind}/{piece.name}": _whole(held, rests=rests) for piece in pieces}
-    targets = {box.name: (box.of(local(held)), box.corner) for box in boxes(pieces)}
+    own_boxes = [box.of_blocks(block) for box in boxes(pieces)]
+    targets = {box.name: (box.of(local(held)), box.corner) for box in own_boxes}
     return {
         f"{kind}/{piece.name}": Slot(
-            whole=whole_shape(piece),
+            whole=of_blocks(whole_shape(piece), block),
             dtype=held.dtype,
             targets=(targets[piece.name],) if piece.name in targets else (),
             rests=rests,

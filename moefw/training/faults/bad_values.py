@@ -8,12 +8,13 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from moefw.compose.optimizer import blocks_of
 from moefw.core.contracts import Layout
 from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.compute.coded_weight import values_of
 from moefw.runtime.naming import by_parameter, state_tensors
-from moefw.runtime.parallel.boxes import boxes
+from moefw.runtime.parallel.boxes import boxes, of_blocks
 from moefw.runtime.parallel.local_shards import is_held_as_codes, local, whole
 
 _FINITE = 0
@@ -37,19 +38,20 @@ def bad_values(tensor: Tensor) -> str:
     return _counted(_kinds(tensor))
 
 
-def bad_pieces(held: Tensor, pieces: Sequence[Canonical]) -> Iterator[tuple[str, str]]:
+def bad_pieces(held: Tensor, pieces: Sequence[Canonical], block: int = 1) -> Iterator[tuple[str, str]]:
     """Yield the name and the bad values of each piece of a parameter, or of a tensor of its shape.
 
-    Of a sharded tensor, only this rank's shard is checked.
+    ``block``: the number of columns of the parameter that share a value of ``held``. Of a sharded tensor, only this
+    rank's shard is checked.
     """
     own = local(held)
     if bool(own.isfinite().all()):
         return
-    if held.shape != pieces[0].parameter.shape:
+    if held.shape != of_blocks(pieces[0].parameter.shape, block):
         yield pieces[0].name, _counted(_kinds(own))
         return
     for box in boxes(pieces):
-        values = bad_values(box.of(own))
+        values = bad_values(box.of_blocks(block).of(own))
         if values:
             yield box.name, values
 
@@ -75,9 +77,10 @@ def _bad_states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> It
     for number, (name, tensor) in enumerate(state_tensors(model).items()):
         if values := bad_values(tensor):
             yield BadTensor((1, number), f"{name} holds {values}")
+    blocks = blocks_of(optimizer) if optimizer else {}
     for number, (parameter, pieces) in parameters:
         for key, held in (optimizer.state.get(parameter, {}) if optimizer else {}).items():
-            for name, values in bad_pieces(held, pieces):
+            for name, values in bad_pieces(held, pieces, blocks.get(key, 1)):
                 yield BadTensor((2, number), f"the optimizer's {key} of {name} holds {values}")
 
 

@@ -11,7 +11,6 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-from attrs import evolve
 from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
@@ -19,7 +18,6 @@ from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
-from moefw.core.plugin import OPTIMIZER
 from moefw.core.records import PASSES, Action
 from moefw.core.stages import Batch
 from moefw.planner.micro_batch import as_trained
@@ -105,10 +103,8 @@ class _Step:
         self.operations = Operations(recorder, layout)
         self.operations.learn_weights(model)
         train = assembly.spec.train
-        of_activations = tuple(policy for policy in assembly.parts.memory if OPTIMIZER not in policy.regions)
-        without_policies = evolve(assembly, parts=evolve(assembly.parts, memory=of_activations))
         device = next(model.parameters()).device
-        self.optimizer: Any = build_optimizer(without_policies, model, layout, device, shared)
+        self.optimizer: Any = build_optimizer(assembly, model, layout, device, shared)
         self.engine = Engine.of(model, self.optimizer, layout, train)
         self.unsharded = _unsharded(model, layout)
         self.stored = [*model.parameters()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, final
@@ -9,9 +10,11 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from moefw.core.errors import Problem
 from moefw.plugins.memory.offload.pool import Allocate
 from moefw.plugins.memory.offload.streams import Transfers
-from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets
+from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, Room, StatePart, buckets, bytes_of_states
+from moefw.runtime.parallel.boxes import Box
 
 ALIGN_BYTES = 64
 """Tensors in a slot begin at multiples of this."""
@@ -29,8 +32,27 @@ class HostStates(OptimizerStates):
 
     def room(self, parameter: Tensor) -> Tensor:
         """Zeros in host memory. Raises RunError where there is no room."""
-        nbytes = parameter.numel() * self.dtype.itemsize
-        return self.allocate(nbytes).view(self.dtype).view(parameter.shape).zero_()
+        return self._zeros(parameter.shape, self.dtype)
+
+    def rooms(self, key: str, parameter: Tensor, dims: int) -> dict[str, Room]:
+        """Zeros in host memory, in the form of ``inner``. Raises RunError where there is no room."""
+        # On the meta device tensors have a form and no memory.
+        forms = self.inner.rooms(key, torch.empty_like(parameter, device="meta"), dims)
+        return {
+            name: Room(self._zeros(form.values.shape, form.values.dtype), form.block) for name, form in forms.items()
+        }
+
+    def problems(self, boxes: Sequence[Box]) -> Sequence[Problem]:
+        """Those of ``inner``."""
+        return self.inner.problems(boxes)
+
+    def values(self, part: StatePart) -> dict[str, Tensor]:
+        """Those of ``inner``, which reads the host's memory."""
+        return self.inner.values(part)
+
+    def _zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self.allocate(nbytes).view(dtype).view(tuple(shape)).zero_()
 
 
 @final
@@ -71,8 +93,7 @@ class StreamedStates(HostStates):
         """Update on the device."""
         if not parts:
             return
-        bytes_per_element = sum(state.dtype.itemsize for state in parts[0].states.values())
-        in_turn = list(buckets(parts, self.bucket_bytes // bytes_per_element))
+        in_turn = list(buckets(parts, self.bucket_bytes, bytes_of_states))
         states = [[state for part in bucket for state in part.states.values()] for bucket in in_turn]
         device_slots = slots(states, self._memory)
         fetched = self._fetch(in_turn[0], device_slots[0])
@@ -127,8 +148,7 @@ class StatesUpdatedThere(HostStates):
         """Update on the host."""
         if not parts:
             return
-        bytes_per_element = parts[0].parameter.dtype.itemsize + parts[0].grad.dtype.itemsize
-        in_turn = list(buckets(parts, self.bucket_bytes // bytes_per_element))
+        in_turn = list(buckets(parts, self.bucket_bytes, _bytes_to_copy))
         copied = [[tensor for part in bucket for tensor in (part.parameter, part.grad)] for bucket in in_turn]
         self._slots = slots(copied, self.allocate, self._slots)
         fetched = self._fetch(in_turn[0], self._slots[0])
@@ -157,6 +177,11 @@ class StatesUpdatedThere(HostStates):
             slot.last_use = self.transfers.out(part.grad, on_host.grad, after=slot_is_free)
             fetched.append(on_host)
         return fetched
+
+
+def _bytes_to_copy(part: StatePart) -> int:
+    """Bytes of the parameter and of its gradient."""
+    return part.parameter.nbytes + part.grad.nbytes
 
 
 @final

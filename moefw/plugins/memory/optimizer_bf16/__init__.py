@@ -16,6 +16,7 @@ class OptimizerBF16(OptimizerMemoryPolicyPlugin):
 
     name: ClassVar[str] = "optimizer-bf16"
     mechanism: ClassVar[str] = "bf16"
+    rounds: ClassVar[bool] = True
 
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Rounding of states to bf16. ``stochastic``: up or down at random, without bias.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, final
@@ -10,9 +9,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets
-from moefw.runtime.parallel.boxes import numbers
-from moefw_kernels.random import stream
+from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates, StatePart, buckets, draws
 
 ELEMENTS: Final = 1 << 24
 """Number of elements that are in fp32 at a time: 64 MiB per state."""
@@ -22,20 +19,6 @@ _DROPPED: Final = (1 << DROPPED_BITS) - 1
 """Mask of these bits."""
 WORDS: Final = 64 // DROPPED_BITS
 """Number of states that are rounded with the 64 bits drawn for an element."""
-
-
-def draws(part: StatePart, number: int) -> Tensor:
-    """64 random bits for each element of a part, int64 of the parameter's shape, in draw ``number``.
-
-    They depend on the seed, the step, the draw, and the element's place in the named tensor. So they are the same on
-    every layout and on every copy of a parameter, and a resumed run draws them again.
-    """
-    bits = torch.zeros(part.parameter.shape, dtype=torch.int64, device=part.parameter.device)
-    for box in part.boxes:
-        # A key for each named tensor of which this parameter holds a box: two states, steps or tensors never share one.
-        key = hashlib.sha256(f"{part.seed}:{part.step}:{number}:{box.name}".encode()).digest()
-        bits[box.slices] = stream(int.from_bytes(key[:8], "big"), numbers(box, bits.device))
-    return bits
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
