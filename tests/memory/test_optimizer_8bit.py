@@ -14,6 +14,7 @@ from moefw.plugins.memory.optimizer_8bit.states import EightBitPolicy, EightBitS
 from moefw.plugins.optimizers.adamw import AdamW
 from moefw.runtime.naming import by_parameter
 from moefw.runtime.optimizer_states import OptimizerStates, StatePart
+from moefw.runtime.parallel.trained import trained_parameters
 from moefw.testing.suites.watch import same_bits
 
 SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
@@ -121,7 +122,7 @@ def test_a_block_with_a_value_that_is_not_finite_has_a_scale_that_is_not(bad: fl
 
 
 def treated(model: nn.Module, *, stochastic: bool, block: int = 256, **options: float) -> OptimizerUnderPolicies:
-    inner = AdamW(**options).build(dict(model.named_parameters()), 1e-2)
+    inner = AdamW(**options).build(trained_parameters(model), 1e-2)
     states = EightBitPolicy(stochastic=stochastic, block=block).treat(TorchStates(inner))
     nonnegative = AdamW().nonnegative_states()
     return OptimizerUnderPolicies(
@@ -188,7 +189,7 @@ def test_decoded_states_are_few_at_a_time() -> None:
             seen.append([part.parameter.numel() for part in parts])
 
     model = nn.Linear(128, 256, bias=False)
-    inner = AdamW().build(dict(model.named_parameters()), 1e-2)
+    inner = AdamW().build(trained_parameters(model), 1e-2)
     states = EightBitStates(Watching(), stochastic=True, block=64, elements=1 << 12)
     optimizer = OptimizerUnderPolicies(inner, states, AdamW().states(), dict(by_parameter(model)), 0)
     model.weight.grad = torch.ones_like(model.weight)
