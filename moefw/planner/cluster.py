@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from attrs import Attribute, field, frozen
-from attrs.validators import gt, min_len
+from attrs import field, frozen
+from attrs.validators import min_len
 
-from moefw.compose.spec.source import Marks, read_yaml
-from moefw.compose.spec.structure import structure
-from moefw.core.errors import Problem, SpecError, nearest, os_reason
+from moefw.planner import data_files
+from moefw.planner.data_files import Figure
 
 FOLDER: Final = Path(__file__).parent / "clusters"
-SUFFIX: Final = ".yaml"
 GIB: Final = 2**30
 PEAK_OF: Final[Mapping[str, str]] = {
     "bfloat16": "bf16",
@@ -24,20 +22,6 @@ PEAK_OF: Final[Mapping[str, str]] = {
     "float4_e2m1fn_x2": "fp4",
 }
 """The peak that products of operands of each dtype have."""
-
-
-def _one_of_both(figure: Figure, _: Attribute[str], value: str) -> None:
-    if bool(value) is bool(figure.source):
-        raise ValueError("a figure has either a source, or estimated: how it was estimated.")
-
-
-@frozen(kw_only=True)
-class Figure:
-    """A number, and where it was published, or how it was estimated where nobody publishes it."""
-
-    value: float = field(validator=gt(0.0))
-    source: str = ""
-    estimated: str = field(default="", validator=_one_of_both)
 
 
 @frozen(kw_only=True)
@@ -100,30 +84,12 @@ class Cluster:
 
 def names() -> list[str]:
     """Names of the clusters that moefw knows."""
-    return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
+    return data_files.names(FOLDER)
 
 
 def read(name: str) -> Cluster:
     """Cluster of a name, or in a file. Raises SpecError with every problem of the file."""
-    path = FOLDER / f"{name}{SUFFIX}"
-    if name not in names():
-        path = Path(name)
-        if path.suffix != SUFFIX:
-            raise SpecError(
-                f"--cluster {name}: no cluster is called so.", f"{nearest(name, names())} Or name a {SUFFIX} file."
-            )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = os_reason(error) if isinstance(error, OSError) else "it is no text"
-        raise SpecError(f"--cluster {path}: {reason}.", "Name a file that can be read.") from error
-    marks = Marks(path.name)
-    problems: list[Problem] = []
-    tree = read_yaml(text, marks, problems)
-    cluster = structure(Cluster, tree, (), marks, problems)
-    if problems or cluster is None:
-        raise SpecError(problems)
-    return cluster
+    return data_files.read(Cluster, FOLDER, name, option="--cluster", called="cluster")
 
 
 def with_gpu(device_name: str) -> Iterator[Cluster]:
