@@ -226,23 +226,27 @@ class Predictor:
     """Predicts rows. Rehearsals are kept, so that numbers can be fitted."""
 
     rehearsals: dict[object, Rehearsal]
+    of_rows: dict[str, tuple[Rehearsal, Cluster]]
 
     @classmethod
     def empty(cls) -> Predictor:
         """Predictor that has seen no row."""
-        return cls({})
+        return cls({}, {})
 
     def told(self, row: Row, numbers: Fitted) -> Told:
         """Time of a row's step."""
-        rehearsal = self.rehearsals.get(row.key)
-        if rehearsal is None:
-            rehearsal = self.rehearsals[row.key] = row.rehearsal()
+        if row["id"] not in self.of_rows:
+            key = row.key
+            if key not in self.rehearsals:
+                self.rehearsals[key] = row.rehearsal()
+            self.of_rows[row["id"]] = self.rehearsals[key], row.cluster
+        rehearsal, cluster = self.of_rows[row["id"]]
         factor = 1.0
         if row.stack == "software_2025":
             factor = numbers.software_2025
         elif row.stack:
             factor = numbers.stacks.get(row.stack, 1.0)
-        return told(rehearsal, Scale.of(numbers, row.cluster, figures()), factor)
+        return told(rehearsal, Scale.of(numbers, cluster, figures()), factor)
 
     def tokens_per_s(self, row: Row, numbers: Fitted) -> float:
         """Predicted tokens a second of a GPU."""

@@ -6,6 +6,7 @@ It plays the same lists as :func:`moefw.runtime.pipeline.timeline.timeline`, and
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cached_property
 from typing import Final
 
 from attrs import frozen
@@ -84,7 +85,7 @@ def _kinds_of(entry: Entry) -> tuple[tuple[str, int], ...]:
     return tuple((action.kind, action.stage) for action in passes)
 
 
-@frozen
+@frozen(slots=False)
 class Steady:
     """Time of a step of many micro-batches, from two steps of few: each further one takes as long as the last.
 
@@ -107,7 +108,7 @@ class Steady:
         longer = Played.of(order(few + positions))
         return cls(shorter, longer, between=positions, further=micro_batches - few)
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[tuple[int, tuple[tuple[str, int], ...]], ...]:
         """Kinds of all passes."""
         return tuple(dict.fromkeys([*self.shorter.kinds, *(self.longer.kinds if self.longer else ())]))

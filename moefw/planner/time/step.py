@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from attrs import field, frozen
+from attrs import frozen
 
 from moefw.core.records import Order
 from moefw.planner.report import Position, Work
@@ -50,30 +50,29 @@ class Passes:
         return layers.plus(self.outside_forward).plus(self.outside_backward)
 
 
+Key = tuple[int, tuple[tuple[str, int], ...]]
+"""A position, and the kind and stage of each pass that runs there at a time."""
+
+
 @frozen(kw_only=True)
 class Rehearsal:
     """All that the time of a step depends on but what was fitted.
 
-    ``passes``: of each position on pp. ``once_s``: seconds of the GPU that end a step, ``sums_s`` of links, at the
-    worst position. ``chunks``: stages of a position. ``all_merged``: whether neighbouring micro-batches overlap without
-    a schedule. ``factor``: of all, for offloading.
+    ``passes``: of each position on pp. ``spent``: what each pass, or pair of passes, of the schedule spends. ``way``:
+    seconds from stage to stage. ``once_s``: seconds of the GPU that end a step, ``sums_s`` of links, at the worst
+    position. ``all_merged``: whether neighbouring micro-batches overlap without a schedule. ``factor``: of all, for
+    offloading.
     """
 
     passes: tuple[Passes, ...]
+    spent: Mapping[Key, Spent]
     steady: Steady
     micro_batches: int
-    chunks: int
+    way: float = 0.0
     once_s: float = 0.0
     sums_s: float = 0.0
     all_merged: bool = False
     factor: float = 1.0
-    stages: Mapping[int, int] = field(factory=dict)
-    """Position of the first and of the last stage."""
-
-    @property
-    def last_stage(self) -> int:
-        """Number of the last stage."""
-        return max(stage for _, passes in self.steady.kinds for _, stage in passes)
 
 
 @frozen(kw_only=True)
@@ -116,12 +115,14 @@ def rehearse(
         sums = max(sums, costs.sums(each for each in position.work if each.phase == "gradients"))
     steady = Steady.of(order, len(passes), micro_batches)
     has_pairs = any(len(kinds) > 1 for _, kinds in steady.kinds)
-    stages = {stage for _, kinds in steady.kinds for _, stage in kinds}
+    in_order = tuple(passes[at] for at in sorted(passes))
+    chunks = len({stage for _, kinds in steady.kinds for _, stage in kinds}) // len(passes)
     return Rehearsal(
-        passes=tuple(passes[at] for at in sorted(passes)),
+        passes=in_order,
+        spent=_spent(in_order, steady.kinds, chunks),
         steady=steady,
         micro_batches=micro_batches,
-        chunks=len(stages) // len(passes),
+        way=max(each.outside_forward.send for each in in_order) / chunks,
         once_s=once,
         sums_s=sums,
         all_merged=ep_overlap and not has_pairs,
@@ -132,21 +133,11 @@ def rehearse(
 def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     """Time of a rehearsed step, with fitted numbers. ``factor``: of software that is not what they were fitted to."""
     factor *= rehearsal.factor
-    last = rehearsal.last_stage
-    seconds: dict[tuple[int, tuple[tuple[str, int], ...]], float] = {}
-
-    def duration(at: int, kinds: tuple[tuple[str, int], ...]) -> float:
-        known = seconds.get((at, kinds))
-        if known is None:
-            spent = Spent()
-            for kind, stage in kinds:
-                spent = spent.plus(_pass(rehearsal, at, kind, stage, last))
-            is_merged = rehearsal.all_merged or len(kinds) > 1
-            known = seconds[at, kinds] = scale.together(spent, is_merged=is_merged)
-        return known
-
-    way = max(passes.outside_forward.send for passes in rehearsal.passes) / max(1, rehearsal.chunks)
-    played = rehearsal.steady.end(duration, way)
+    seconds = {
+        key: scale.together(spent, is_merged=rehearsal.all_merged or len(key[1]) > 1)
+        for key, spent in rehearsal.spent.items()
+    }
+    played = rehearsal.steady.end(lambda *key: seconds[key], rehearsal.way)
     count = rehearsal.micro_batches
     merged = rehearsal.all_merged or any(len(kinds) > 1 for _, kinds in rehearsal.steady.kinds)
     work = [each.all for each in rehearsal.passes]
@@ -189,26 +180,32 @@ def _busy(passes: Passes, scale: Scale, *, is_merged: bool) -> float:
     return scale.together(forward, is_merged=is_merged) + scale.together(backward, is_merged=is_merged)
 
 
-def _pass(rehearsal: Rehearsal, at: int, kind: str, stage: int, last: int) -> Spent:
-    """What a pass of one stage spends: its share of the layers, and what is outside of them at the ends."""
-    passes = rehearsal.passes[at]
-    if kind == "F":
-        layers, outside = passes.forward, passes.outside_forward
-    else:
-        layers, outside = passes.backward, passes.outside_backward
-    is_end = stage == last or (stage == 0 and not _has(rehearsal, at, last))
-    has_end = _has(rehearsal, at, last) or _has(rehearsal, at, 0)
-    share = 1.0 if is_end else (0.0 if has_end else 1 / rehearsal.chunks)
-    spent = layers.times(1 / rehearsal.chunks).plus(outside, share)
-    if kind == "I":
-        return without_wgrads(spent)
-    if kind == "W":
-        return only_wgrads(spent)
-    return spent
+def _spent(passes: Sequence[Passes], keys: Sequence[Key], chunks: int) -> Mapping[Key, Spent]:
+    """What each pass or pair spends: of a stage its share of the position's layers, and what is outside of them.
 
-
-def _has(rehearsal: Rehearsal, at: int, stage: int) -> bool:
-    return any(each == at and any(number == stage for _, number in kinds) for each, kinds in rehearsal.steady.kinds)
+    That is at the last stage the head, at the first the embedding, elsewhere what every stage does.
+    """
+    stages: dict[int, set[int]] = {}
+    for at, kinds in keys:
+        stages.setdefault(at, set()).update(stage for _, stage in kinds)
+    last = max(max(each) for each in stages.values())
+    found: dict[Key, Spent] = {}
+    for at, kinds in keys:
+        end = last if last in stages[at] else 0 if 0 in stages[at] else None
+        spent = Spent()
+        for kind, stage in kinds:
+            layers, outside = passes[at].forward, passes[at].outside_forward
+            if kind != "F":
+                layers, outside = passes[at].backward, passes[at].outside_backward
+            share = 1 / chunks if end is None else float(stage == end)
+            one = layers.times(1 / chunks).plus(outside, share)
+            if kind == "I":
+                one = without_wgrads(one)
+            elif kind == "W":
+                one = only_wgrads(one)
+            spent = spent.plus(one)
+        found[at, kinds] = spent
+    return found
 
 
 def without_wgrads(spent: Spent) -> Spent:
