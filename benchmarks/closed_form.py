@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from attrs import field, frozen
 from moefw.models.huggingface.families import sections_of
 from moefw.models.presets import preset_sections
 from moefw.planner.cluster import Cluster
-from moefw.planner.report import AGAIN, Position, Product, Transfer, Work
+from moefw.planner.report import AGAIN, Position, Product, Transfer, Work, model_flops
 
 BF16: Final = 2
 FP32: Final = 4
@@ -159,6 +160,12 @@ class Rows:
     def stream(self) -> int:
         """Tokens of the residual stream, which ranks of tp share."""
         return self.tokens // self.layout.tp
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations that the model asks for, as Megatron counts them."""
+        of_ranks = sum(model_flops(position.work) for position in self.positions())
+        return of_ranks * self.layout.tp * self.layout.cp / (self.sequences * self.length)
 
     def layer(self, number: int, count: int, *, is_dense: bool, is_mtp: bool = False) -> Iterator[Work]:
         """Yield the work of ``count`` layers like that of this number."""
@@ -343,15 +350,19 @@ class Rows:
 
 
 def _stages(sizes: Sizes, layout: Layout) -> list[list[str]]:
-    """What each stage holds, in order: embedding, layers, mtp layers and the head count as one each.
+    """What each stage holds, in order: embedding, layers and the head count as one each, and are split evenly.
 
-    That is how Megatron's layouts of these models are (``account_for_embedding_in_pipeline_split``, and of DeepSeek-V3
-    ``Et|(tt|)*30mL``). The first stages hold one more where they do not divide.
+    That is ``account_for_embedding_in_pipeline_split`` of Megatron. With mtp layers it is Megatron-Bridge's layouts of
+    DeepSeek-V3: the embedding counts as nothing, and the last stage has what is left.
     """
     dense = ["dense"] * sizes.dense_layers
     moe = ["moe"] * (sizes.layers - sizes.dense_layers)
     units = ["embedding", *dense, *moe, *["mtp"] * sizes.mtp, "head"]
     number = layout.pp * layout.chunks
+    if sizes.mtp:
+        each = -(-(len(units) - 1) // number)
+        cuts = [min(1 + each * stage, sizes.layers + 1) if stage else 0 for stage in range(number)]
+        return [units[begin:end] for begin, end in pairwise([*cuts, len(units)])]
     each, more = divmod(len(units), number)
     stages = []
     begin = 0

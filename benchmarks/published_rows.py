@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,8 @@ from moefw.planner.cluster import Cluster
 from moefw.planner.time.costs import Costs, Shapes
 from moefw.planner.time.figures import figures
 from moefw.planner.time.scale import Fitted, Scale
-from moefw.planner.time.software import Software, implementation
+from moefw.planner.time.schedule import Steady
+from moefw.planner.time.software import Implementation, Region, Software, implementation
 from moefw.planner.time.step import Rehearsal, Told, rehearse, told
 from moefw.plugins.pipelines.interleaved import Interleaved
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
@@ -57,13 +59,18 @@ RECOMPUTED: Final[Mapping[str, tuple[str, ...]]] = {
 """Regions that Megatron's modules of recompute are; activations alone are a few passes, which are left out."""
 
 
-@frozen
+@frozen(slots=False)
 class Row:
-    """A published row: its fields, and what of its software an earlier row of the same layout says."""
+    """A published row: its fields, and what of its software an earlier row of the same layout says.
+
+    ``changes``: of the software, and ``has_groups``: whether launches grow with experts a rank, to leave out inputs.
+    """
 
     fields: Mapping[str, str]
     notes: str = ""
     overlap: str = ""
+    changes: Mapping[str, object] = {}
+    has_groups: bool = True
 
     def __getitem__(self, name: str) -> str:
         return self.fields.get(name, "") or ""
@@ -112,7 +119,7 @@ class Row:
         graphs: object = "full" if is_full else tuple(scopes.split("+")) if scopes else "none"
         known = self["notes"] + self.notes
         says = "recipe:" in known
-        return Software(
+        software = Software(
             implementation="megatron",
             graphs=graphs,  # type: ignore[arg-type]
             ep_overlap=(self["ep_overlap"] or self.overlap) == "true",
@@ -120,6 +127,7 @@ class Row:
             fp8_attention="fp8 attention" in known or (is_full and not says and self.is_narrow),
             offload=tuple(filter(None, self["offload"].split("+"))),
         )
+        return evolve(software, **self.changes)
 
     @property
     def is_narrow(self) -> bool:
@@ -149,12 +157,18 @@ class Row:
         """Tokens of a step."""
         return self.number("global_batch") * self.number("seq_len")
 
-    @property
+    @cached_property
     def flops_per_token(self) -> float:
-        """Operations a token of the published TFLOPS, in units of 10^9."""
-        return float(self["flops_per_token"])
+        """Operations a token of the published TFLOPS, in units of 10^9.
 
-    @property
+        They are those of the closed form where none are said, and where the column counts an MTP layer that the row's
+        TFLOPS over tokens/s do not.
+        """
+        said = self["flops_per_token"]
+        is_wrong = self["stack"] == "automodel" and self["model"] == "DeepSeekV3"
+        return self.work.flops_per_token / GIGA if is_wrong or not said else float(said)
+
+    @cached_property
     def tokens_per_s(self) -> float:
         """Published tokens a second of a GPU: of the TFLOPS, which are rounded less."""
         return float(self["truth_tflops"]) * TERA / (self.flops_per_token * GIGA)
@@ -205,20 +219,37 @@ class Row:
         merged = bool(self.software.ep_overlap)
         return Interleaved(chunks=layout.chunks, merged=merged).order(layout.pp, count)
 
-    def rehearsal(self) -> Rehearsal:
+    def rehearsal(self, predictor: Predictor) -> Rehearsal:
         """Rehearsal of the row's step."""
         software = self.software
-        costs = Costs(self.cluster, implementation(software.implementation), software, self.shapes, figures())
+        runs = implementation(software.implementation)
+        if not self.has_groups:
+            runs = without_groups(runs)
+        costs = Costs(self.cluster, runs, software, self.shapes, figures())
         layout = self.layout
         count = max(1, self.number("global_batch") // (layout.dp * self.number("micro_batch")))
         return rehearse(
             self.work.positions(),
             costs,
-            order=self.order,
+            steady=predictor.steady(self, count),
             micro_batches=count,
             ep_overlap=bool(software.ep_overlap),
             offloads=bool(software.offload),
         )
+
+
+def without_groups(runs: Implementation) -> Implementation:
+    """Implementation that launches as much for eight experts a rank, however many there are."""
+
+    def flat(region: Region) -> Region:
+        return Region(
+            **{
+                name: evolve(kernels, launches=kernels.launches + 8 * kernels.group, group=0.0)
+                for name, kernels in (("forward", region.forward), ("backward", region.backward))
+            }
+        )
+
+    return evolve(runs, regions={name: flat(region) for name, region in runs.regions.items()})
 
 
 @frozen
@@ -227,26 +258,42 @@ class Predictor:
 
     rehearsals: dict[object, Rehearsal]
     of_rows: dict[str, tuple[Rehearsal, Cluster]]
+    schedules: dict[object, Steady]
 
     @classmethod
     def empty(cls) -> Predictor:
         """Predictor that has seen no row."""
-        return cls({}, {})
+        return cls({}, {}, {})
 
     def told(self, row: Row, numbers: Fitted) -> Told:
         """Time of a row's step."""
-        if row["id"] not in self.of_rows:
-            key = row.key
-            if key not in self.rehearsals:
-                self.rehearsals[key] = row.rehearsal()
-            self.of_rows[row["id"]] = self.rehearsals[key], row.cluster
-        rehearsal, cluster = self.of_rows[row["id"]]
+        rehearsal, cluster = self._of(row)
         factor = 1.0
         if row.stack == "software_2025":
             factor = numbers.software_2025
         elif row.stack:
             factor = numbers.stacks.get(row.stack, 1.0)
         return told(rehearsal, Scale.of(numbers, cluster, figures()), factor)
+
+    def steady(self, row: Row, count: int) -> Steady:
+        """Schedule of a row's step of so many micro-batches."""
+        layout = row.layout
+        key = layout.pp, layout.chunks, row.software.ep_overlap, count
+        if key not in self.schedules:
+            self.schedules[key] = Steady.of(row.order, layout.pp, count)
+        return self.schedules[key]
+
+    def same(self, row: Row) -> object:
+        """What rows with one prediction have in common."""
+        return id(self._of(row)[0]), row.stack
+
+    def _of(self, row: Row) -> tuple[Rehearsal, Cluster]:
+        if row["id"] not in self.of_rows:
+            key = row.key
+            if key not in self.rehearsals:
+                self.rehearsals[key] = row.rehearsal(self)
+            self.of_rows[row["id"]] = self.rehearsals[key], row.cluster
+        return self.of_rows[row["id"]]
 
     def tokens_per_s(self, row: Row, numbers: Fitted) -> float:
         """Predicted tokens a second of a GPU."""

@@ -164,6 +164,13 @@ class Costs:
             return self.implementation.fused_grouped_mlp[work.region]
         return regions.get(work.region, Region())
 
+    def _kernels_of_dispatcher(self, work: Work) -> Kernels:
+        """What the dispatcher adds to its region."""
+        region = self.implementation.dispatchers.get(self.shapes.dispatcher)
+        if region is None or work.region != DISPATCH or self.shapes.ep == 1:
+            return Kernels()
+        return self._pass(work, region)
+
     def _pass(self, work: Work, region: Region) -> Kernels:
         return region.backward if work.phase == "backward" else region.forward
 
@@ -222,7 +229,8 @@ class Costs:
         read, returned, quantized = _values(work)
         skew = self.shapes.skew if work.region.startswith("expert") else 1.0
         of_products = kernels.inputs * read + kernels.outputs * returned + kernels.quantized * quantized
-        return kernels.stream * stream + skew * of_products
+        rows = self.shapes.skew * self.shapes.top_k * stream * self._kernels_of_dispatcher(work).rows
+        return kernels.stream * stream + skew * of_products + rows
 
     def _launches(self, work: Work, region: Region | None) -> tuple[float, float]:
         """Launches of the host, and kernels that a CUDA graph launches, of one layer."""
@@ -233,7 +241,7 @@ class Costs:
             preprocess = 0.0
         else:
             kernels = self._pass(work, region)
-            number = kernels.launches + kernels.group * groups
+            number = kernels.launches + kernels.group * groups + self._kernels_of_dispatcher(work).launches
             preprocess = kernels.preprocess
         graphs = self.software.graphs
         if graphs == "full":

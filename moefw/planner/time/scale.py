@@ -51,6 +51,7 @@ class Scale:
 
     products: float
     experts: float
+    attention: float
     passes: float
     host_s: float
     """Seconds of the host for a launch."""
@@ -70,6 +71,7 @@ class Scale:
         return cls(
             products=1 / (numbers.products * power),
             experts=1 / (numbers.products * numbers.grouped * power),
+            attention=1 / power,
             passes=1 / numbers.passes,
             host_s=launch.value * MICRO * numbers.host,
             gap_s=figures.gap_us.value * MICRO,
@@ -81,14 +83,17 @@ class Scale:
 
     def device(self, spent: Spent) -> float:
         """Seconds of the GPU without transfers."""
-        of_products = self.products * (spent.products + spent.attention) + self.experts * spent.experts
+        of_products = self.products * spent.products + self.attention * spent.attention + self.experts * spent.experts
         return of_products + self.passes * spent.passes + self.gap_s * spent.graphed
 
     def exposed(self, spent: Spent, *, is_merged: bool) -> float:
         """Seconds of transfers that nothing hides."""
-        share = self.merged if is_merged else 1.0
-        beside = max(0.0, spent.gathers - self.device(spent))
-        return share * self.transfers * spent.expert_transfers + self.tensor * spent.tensor_transfers + beside
+        computes = self.device(spent)
+        experts = self.transfers * spent.expert_transfers
+        if is_merged:  # what takes longer than all that it could run beside is seen
+            experts = max(self.merged * experts, experts - computes)
+        beside = max(0.0, spent.gathers - computes)
+        return experts + self.tensor * spent.tensor_transfers + beside
 
     def host(self, spent: Spent) -> float:
         """Seconds of the host."""

@@ -22,13 +22,15 @@ class Kernels:
     """What a pass of a region launches, and the bytes of its passes over memory for each value.
 
     ``launches``: kernels and operators; ``group``: more for each group of a grouped product; ``preprocess``: more that
-    wait for counts. Bytes are for each value of the residual stream, of what products read (``inputs``), of what they
-    return (``outputs``), and of what they read or get back in 8 bits or less (``quantized``).
+    wait for counts. Bytes are for each value of the ``rows`` of experts, of the residual stream (``stream``), of what
+    products read (``inputs``), of what they return (``outputs``), and of what they read or get back in 8 bits or less
+    (``quantized``).
     """
 
     launches: float = field(default=0.0, validator=ge(0.0))
     group: float = field(default=0.0, validator=ge(0.0))
     preprocess: float = field(default=0.0, validator=ge(0.0))
+    rows: float = field(default=0.0, validator=ge(0.0))
     stream: float = field(default=0.0, validator=ge(0.0))
     inputs: float = field(default=0.0, validator=ge(0.0))
     outputs: float = field(default=0.0, validator=ge(0.0))
@@ -49,7 +51,8 @@ class Implementation:
 
     ``estimated``: where its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to
     a node. ``graph_scopes``: the regions that a CUDA graph of each scope holds. ``fused_grouped_mlp``: regions that
-    differ where experts are one fused kernel a product. ``host``: host time of a launch beside PyTorch's own.
+    differ where experts are one fused kernel a product. ``dispatchers``: what they add to the
+    region ``dispatch``.
     """
 
     about: str
@@ -58,6 +61,7 @@ class Implementation:
     graph_scopes: Mapping[str, tuple[str, ...]] = {}
     regions: Mapping[str, Region] = {}
     fused_grouped_mlp: Mapping[str, Region] = {}
+    dispatchers: Mapping[str, Region] = {}
 
 
 @frozen(kw_only=True)

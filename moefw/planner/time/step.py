@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from attrs import frozen
 
-from moefw.core.records import Order
 from moefw.planner.report import Position, Work
 from moefw.planner.time.costs import OUTSIDE, Costs, Spent, total
 from moefw.planner.time.scale import Scale
@@ -99,7 +98,7 @@ def rehearse(
     positions: Sequence[Position],
     costs: Costs,
     *,
-    order: Callable[[int], Order],
+    steady: Steady,
     micro_batches: int,
     ep_overlap: bool,
     offloads: bool,
@@ -113,7 +112,6 @@ def rehearse(
         ends = [each for each in position.work if each.phase in ("once", "optimizer")]
         once = max(once, sum(each.layers * costs.once(each) for each in ends))
         sums = max(sums, costs.sums(each for each in position.work if each.phase == "gradients"))
-    steady = Steady.of(order, len(passes), micro_batches)
     has_pairs = any(len(kinds) > 1 for _, kinds in steady.kinds)
     in_order = tuple(passes[at] for at in sorted(passes))
     chunks = len({stage for _, kinds in steady.kinds for _, stage in kinds}) // len(passes)
@@ -153,7 +151,7 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     categories = {
         "products": count * scale.products * spent.products,
         "experts": count * scale.experts * spent.experts,
-        "attention": count * scale.products * spent.attention,
+        "attention": count * scale.attention * spent.attention,
         "memory passes": count * scale.passes * spent.passes,
         "kernel gaps": count * scale.gap_s * spent.graphed,
         "expert transfers": count * scale.transfers * spent.expert_transfers,
