@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import Problem
 from moefw.runtime.parallel.cp_blocks import pieces_of
+
+_FAR: Final = 2**12
+"""Largest distance from a number at which another one is looked for, to suggest it: sizes may have any magnitude."""
 
 
 def batch_problems(train: TrainSpec, layout: LayoutPlan, plan: Callable[[int], LayoutPlan | None]) -> Iterator[Problem]:
@@ -45,25 +49,41 @@ def _ways_to_keep(train: TrainSpec, layout: LayoutPlan, plan: Callable[[int], La
     ways = []
     micro_batches, rest = divmod(sequences, train.micro_batch)
     if not rest:
-
-        def divides(world: int) -> bool:
-            other = plan(world)
-            return other is not None and micro_batches % other.sizes.get("dp", 1) == 0
-
-        most = micro_batches * (layout.world // layout.sizes.get("dp", 1))  # with a micro-batch for each of its dp
-        fewer = next(filter(divides, range(layout.world - 1, 0, -1)), None)
-        more = next(filter(divides, range(layout.world + 1, most + 1)), None)
-        worlds = [str(world) for world in (fewer, more) if world is not None]
+        worlds = [str(world) for world in _nearest_worlds(micro_batches, layout, plan) if world is not None]
         if worlds:
             ways.append(f"{' or '.join(worlds)} ranks")
     of_a_rank, rest = divmod(sequences, layout.sizes.get("dp", 1))
-    if not rest:
-        ways.append(f"micro_batch: {_largest_divisor(of_a_rank, below=train.micro_batch)}")
+    smaller = None if rest else _first_divisor(of_a_rank, _below(train.micro_batch))
+    if smaller is not None:
+        ways.append(f"micro_batch: {smaller}")
     return f" To keep the batch, use {', or '.join(ways)}." if ways else ""
 
 
-def _largest_divisor(number: int, *, below: int) -> int:
-    return next(divisor for divisor in range(below - 1, 0, -1) if number % divisor == 0)
+def _nearest_worlds(
+    micro_batches: int, layout: LayoutPlan, plan: Callable[[int], LayoutPlan | None]
+) -> tuple[int | None, int | None]:
+    """Nearest smaller and larger worlds over whose dp so many micro-batches divide; None where none is near."""
+    dp = layout.sizes.get("dp", 1)
+    ranks_of_one = layout.world // dp
+
+    def nearest(sizes_of_dp: Iterable[int]) -> int | None:
+        for size in sizes_of_dp:
+            if micro_batches % size == 0:
+                other = plan(size * ranks_of_one)
+                if other is not None and other.sizes.get("dp", 1) == size:
+                    return size * ranks_of_one
+        return None
+
+    return nearest(_below(dp)), nearest(range(dp + 1, min(micro_batches, dp + _FAR) + 1))
+
+
+def _below(number: int) -> range:
+    """Positive numbers near and below a number, the largest one first."""
+    return range(number - 1, max(0, number - 1 - _FAR), -1)
+
+
+def _first_divisor(number: int, candidates: Iterable[int]) -> int | None:
+    return next((candidate for candidate in candidates if number % candidate == 0), None)
 
 
 def _pack_problems(train: TrainSpec, unit: int) -> Iterator[Problem]:

@@ -231,6 +231,17 @@ class TestRefusals:
             assert int(found) < micro_batch
             assert resolved(text(int(found)), world=world)
 
+    @pytest.mark.parametrize(
+        ("train", "world"),
+        [
+            ("{tokens_per_step: 4611686018427387904, micro_batch: 6597069766656, seq_len: 2}", 1),
+            ("{tokens_per_step: 4611686018427387902, micro_batch: 1, seq_len: 2}", 2**61 - 2),
+        ],
+        ids=["sequences", "ranks"],
+    )
+    def test_advice_about_a_batch_of_any_magnitude_ends(self, train: str, world: int) -> None:
+        assert "do not divide into micro-batches" in refusal(f"{{train: {train}}}", world=world).what
+
     def test_a_world_that_the_layout_cannot_fill(self) -> None:
         text = "{parallel: {experts: {ep: 4}}, train: {tokens_per_step: 49152}}"
         problem = refusal(text, world=6)
