@@ -277,7 +277,7 @@ class Page:
 
     def _structure(self) -> Iterator[str]:
         yield "\n## Changes of structure since the first fit\n"
-        yield "Errors of layouts after each change, in percent: mean, median, and 90 % within.\n"
+        yield "Errors of layouts after each change, in percent: mean, median, and the 23rd of 26.\n"
         yield "| change | without the model | without the system |\n|---|---|---|"
         with STRUCTURE.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
