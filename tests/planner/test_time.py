@@ -253,7 +253,11 @@ def test_more_of_anything_never_shortens_a_step() -> None:
 
 def test_graphs_take_launches_from_the_host_scope_by_scope() -> None:
     steps = [
-        step(cluster.read("gb300"), runs=Software(implementation="megatron", graphs=graphs, ep_overlap=False))
+        step(
+            cluster.read("gb300"),
+            runs=Software(implementation="megatron", graphs=graphs, ep_overlap=False),
+            model=evolve(MODEL, length=512),
+        )
         for graphs in ("none", ("moe_router", "moe_preprocess"), ("attn", "moe_router", "moe_preprocess"), "full")
     ]
     launches = [each.categories.get("host launches", 0.0) for each in steps]
