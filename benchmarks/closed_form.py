@@ -22,7 +22,6 @@ from moefw.planner.cluster import Cluster
 from moefw.planner.report import AGAIN, Position, Product, Transfer, Work, model_flops
 
 BF16: Final = 2
-FP32: Final = 4
 OPTIMIZER_BYTES: Final = 30
 """Bytes that an update reads and writes for each element: gradient, master and two moments in fp32, weight in bf16."""
 

@@ -27,11 +27,6 @@ DISPATCH: Final = "dispatch"
 ATTENTION: Final = "core_attn"
 OUTSIDE: Final = "outside"
 SEND: Final = "send"
-FP32: Final = "float32"
-AS_FP8: Final = "float8_e4m3fn"
-GATHERS: Final = ("all-gather", "reduce-scatter", "all-reduce")
-COPIES: Final = ("dp", "shard", "replicate", "cp", "edp")
-"""Words in the names of the groups over which weights are gathered and gradients summed."""
 
 
 @frozen(kw_only=True)
