@@ -20,7 +20,8 @@ from moefw.compose.spec.sections import RunSpec
 from moefw.core.errors import PlanError, SpecError, os_reason
 from moefw.planner import cluster as clusters
 from moefw.planner.calibration.readings import LEAST, REPEATS
-from moefw.planner.cluster import SUFFIX, THIS_MACHINE, Cluster
+from moefw.planner.cluster import THIS_MACHINE, Cluster
+from moefw.planner.data_files import SUFFIX
 from moefw.system.files import replaced_file
 from moefw.training.world import Place, place_from_environment
 

@@ -22,6 +22,8 @@ from moefw.planner import COLUMNS, Ledger, RegionTotals, ledger
 from moefw.planner import cluster as clusters
 from moefw.planner.budget import Budget
 from moefw.planner.cluster import Cluster
+from moefw.planner.time import software
+from moefw.planner.time.forecast import Forecast, forecast, lacks
 from moefw.system.folders import cache_dir
 
 GIB = 2**30
@@ -56,7 +58,9 @@ class Sheet:
 @click.argument("spec", type=click.Path())
 @click.argument("overrides", nargs=-1)
 @click.option("--world", type=click.IntRange(min=1), help="Ranks to lay out over; by default the smallest that fits.")
-@click.option("--cluster", metavar="NAME|FILE.yaml", help="Say whether the peak fits a GPU of this cluster.")
+@click.option(
+    "--cluster", metavar="NAME|FILE.yaml", help="Say how long a step takes, and whether the peak fits a GPU there."
+)
 @click.option(
     "--tokens",
     type=click.FloatRange(min=0.0, min_open=True),
@@ -67,7 +71,19 @@ class Sheet:
     "--tokens-per-s-per-gpu",
     type=click.FloatRange(min=0.0, min_open=True),
     metavar="NUMBER",
-    help="The speed of --tokens, of a run like this one.",
+    help="The speed of --tokens, of a run like this one, instead of the predicted one.",
+)
+@click.option(
+    "--as",
+    "runs_as",
+    metavar="NAME|FILE.yaml",
+    help="Predict the time of other software: an implementation, or a file.",
+)
+@click.option(
+    "--skew",
+    type=click.FloatRange(min=1.0),
+    default=1.0,
+    help="Rows of the rank with most, beside the mean; 1, the default, is forced balance.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
@@ -80,25 +96,43 @@ def plan(
     cluster: str | None,
     tokens: float | None,
     tokens_per_s_per_gpu: float | None,
+    runs_as: str | None,
+    skew: float,
     as_json: bool,
     picture: Path | None,
 ) -> int:
     """Predict the memory and the work of a rank that trains as SPEC says, without a GPU.
 
-    Memory is told by category and by region; --json tells the work by region, too.
+    Memory is told by category and by region; --json tells the work by region, too. With --cluster, the time of a step
+    is told by what it is spent on.
 
     Problems that `moefw check` would report are printed instead: exits with 2 then.
     """
-    if (tokens is None) is not (tokens_per_s_per_gpu is None):
-        what = "--tokens and --tokens-per-s-per-gpu go together."
-        raise click.UsageError(f"{what} A run's metrics.jsonl has its speed: tokens_per_s, over its ranks.")
+    if tokens_per_s_per_gpu is not None and tokens is None:
+        raise click.UsageError("--tokens-per-s-per-gpu is the speed of --tokens, which is not there.")
     try:
         gpus = None if cluster is None else clusters.read(cluster)
+        runs = software.Software() if runs_as is None else software.read(runs_as)
+        if gpus is None and (runs_as is not None or skew != 1.0):
+            raise SpecError("--as and --skew: time needs a cluster.", "Add --cluster NAME.")
         assembly = specs.read(spec, overrides, world)
         if picture is not None:
             return _draw(assembly, picture)
         with waiting("running a step of a rank on tensors without memory"):
             planned = ledger(assembly, cache=cache_dir() / PLANS)
+            time = None
+            missing = [] if gpus is None else lacks(gpus)
+            if missing and (runs_as is not None or skew != 1.0):
+                what = f"--as and --skew: the cluster {cluster} has no {', '.join(missing)}, which time needs."
+                raise SpecError(what, "Name a cluster of GPUs in nodes.")
+            if gpus is not None and cluster is not None and not planned.unknown and not missing:
+                time = forecast(assembly, planned, gpus, Path(cluster).stem, runs, skew=skew)
+            if tokens is not None and tokens_per_s_per_gpu is None:
+                if time is None:
+                    what = "--tokens: their speed is unknown, without a time of a step."
+                    fix = "Add --cluster NAME, or --tokens-per-s-per-gpu: a run's tokens_per_s, over its ranks."
+                    raise SpecError(what, fix)
+                tokens_per_s_per_gpu = time.tokens_per_s_per_gpu
     except MoefwError as error:
         if not as_json:
             raise
@@ -114,15 +148,46 @@ def plan(
         )
     if as_json:
         on_cluster = {} if gpus is None else {"cluster": _on(gpus, cluster, planned)}
+        if time is not None:
+            on_cluster["time"] = time.to_data()
+            on_cluster["seconds"] = dict(time.told.categories)
         of_tokens = {} if budget is None else {"budget": budget.to_data()}
         click.echo(json.dumps({"ok": True, "problems": [], **planned.to_data(), **on_cluster, **of_tokens}))
         return 0
     show(planned)
     if gpus is not None:
         click.echo(f"\n{_told_on(gpus, cluster, planned)}")
+    if missing:
+        click.echo(f"\nThe time of a step is not predicted: the cluster has no {', '.join(missing)}.")
+    if time is not None:
+        _show_time(time)
     if budget is not None:
         click.echo(f"\n{budget.in_words()}")
     return 0
+
+
+def _show_time(time: Forecast) -> None:
+    """Print what a step takes, what it spends that on, and how sure that is."""
+    step = time.told.step_s
+    rows = [
+        (name, f"{seconds:.4g}", f"{100 * seconds / step:.1f}")
+        for name, seconds in sorted(time.told.categories.items(), key=lambda each: -each[1])
+    ]
+    click.echo()
+    head = ("a step spends on", "seconds", "% of it; what runs side by side counts twice")
+    print_table(Console(markup=False, highlight=False), head, rows)
+    mfu = "" if time.mfu is None else f", an MFU of {100 * time.mfu:.1f} %"
+    click.echo(
+        f"\na step takes {step:.4g} s, give or take {time.bar.percent:.0f} %: "
+        f"{time.tokens_per_s_per_gpu:.0f} tokens/s and {time.model_tflops_per_gpu:.0f} TFLOPS a GPU{mfu}"
+    )
+    click.echo(
+        f"{time.told.bound_by} take longest; exposed communication {100 * time.told.exposed_s / step:.1f} %, "
+        f"pipeline bubble {100 * time.told.bubble_s / step:.1f} %, "
+        f"waits for the host {100 * time.told.waits_for_host_s / step:.1f} %"
+    )
+    if time.bar.extrapolated:
+        click.echo(f"extrapolated, as no published run is near in: {', '.join(time.bar.extrapolated)}")
 
 
 def _on(cluster: Cluster, name: str | None, plan: Ledger) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Prediction of the cost of a spec, without a cluster: memory now, time later.
+"""Prediction of the cost of a spec, without a cluster: memory, work, and in ``time`` how long a step takes.
 
 ``plans`` looks into the cache, and otherwise ``measure`` builds the model of one rank on tensors without memory.
 ``micro_batch`` runs forward and backward of the layers that ``layers`` chooses, three of each kind, while a

@@ -7,7 +7,7 @@ from typing import Any, Final
 from attrs import field, frozen
 from attrs.validators import gt
 
-from moefw.planner.cluster import Figure
+from moefw.planner.data_files import Figure
 
 SECONDS_OF_AN_HOUR: Final = 3600.0
 HOURS_OF_A_DAY: Final = 24.0

@@ -10,18 +10,18 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 from attrs.validators import gt, min_len
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
-from moefw.compose.spec.source import Marks, read_yaml
-from moefw.compose.spec.structure import plain, structure
-from moefw.core.errors import PlanError, Problem, SpecError, nearest, os_reason
+from moefw.compose.spec.structure import plain
+from moefw.core.errors import PlanError
+from moefw.planner import data_files
+from moefw.planner.data_files import SUFFIX, Figure
 from moefw.system.folders import cache_dir
 
 FOLDER: Final = Path(__file__).parent / "clusters"
-SUFFIX: Final = ".yaml"
 OWN: Final = "clusters"
 """The folder of the user's own clusters, in the cache."""
 THIS_MACHINE: Final = "this-machine"
@@ -36,20 +36,6 @@ PEAK_OF: Final[Mapping[str, str]] = {
     "float4_e2m1fn_x2": "fp4",
 }
 """The peak that products of operands of each dtype have."""
-
-
-def _one_of_both(figure: Figure, _: Attribute[str], value: str) -> None:
-    if bool(value) is bool(figure.source):
-        raise ValueError("a figure has either a source, or estimated: how it was estimated.")
-
-
-@frozen(kw_only=True)
-class Figure:
-    """A number, and where it was published, or how it was estimated where nobody publishes it."""
-
-    value: float = field(validator=gt(0.0))
-    source: str = ""
-    estimated: str = field(default="", validator=_one_of_both)
 
 
 @frozen(kw_only=True)
@@ -170,7 +156,7 @@ class Cluster:
 
 def names() -> list[str]:
     """Names of the clusters that moefw has."""
-    return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
+    return data_files.names(FOLDER)
 
 
 def own_folder() -> Path:
@@ -188,29 +174,10 @@ def own_names() -> list[str]:
 
 def read(name: str) -> Cluster:
     """Cluster of a name, or in a file. Raises SpecError with every problem of the file."""
-    known = [*names(), *own_names()]
-    if name in names():
-        path = FOLDER / f"{name}{SUFFIX}"
-    elif name in known:
-        path = own_folder() / f"{name}{SUFFIX}"
-    else:
-        path = Path(name)
-        if path.suffix != SUFFIX:
-            raise SpecError(
-                f"--cluster {name}: no cluster is called so.", f"{nearest(name, known)} Or name a {SUFFIX} file."
-            )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = os_reason(error) if isinstance(error, OSError) else "it is no text"
-        raise SpecError(f"--cluster {path}: {reason}.", "Name a file that can be read.") from error
-    marks = Marks(path.name)
-    problems: list[Problem] = []
-    tree = read_yaml(text, marks, problems)
-    cluster = structure(Cluster, tree, (), marks, problems)
-    if problems or cluster is None:
-        raise SpecError(problems)
-    return cluster
+    own = own_names()
+    if name in own:
+        return data_files.read_file(Cluster, own_folder() / f"{name}{SUFFIX}", option="--cluster")
+    return data_files.read(Cluster, FOLDER, name, option="--cluster", called="cluster", others=own)
 
 
 def written(cluster: Cluster) -> str:

@@ -11,7 +11,7 @@ import pytest
 from command_line import say
 from moefw.planner import cluster
 from moefw.planner.budget import Budget
-from moefw.planner.cluster import Figure
+from moefw.planner.data_files import Figure
 from small_spec import small_spec
 
 
@@ -55,8 +55,21 @@ def test_plan_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "7.2e+06 tokens at 1,000 a second and GPU take 2 GPU-hours: 0.0417 days of 2 GPUs" in say(*asked).out
 
 
-@pytest.mark.parametrize("option", ["--tokens", "--tokens-per-s-per-gpu"])
-def test_either_option_alone_is_refused(option: str, tmp_path: Path) -> None:
-    said = say("plan", small_spec(tmp_path), option, 10)
+def test_their_speed_is_the_predicted_one_unless_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path))
+    said = json.loads(say("plan", small_spec(tmp_path), "--tokens", 10, "--cluster", "h100", "--json").out)
+    assert said["budget"]["tokens_per_s_per_gpu"] == said["time"]["tokens_per_s_per_gpu"]
+
+
+def test_tokens_without_a_speed_and_a_speed_without_tokens_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path))
+    spec = small_spec(tmp_path)
+    assert (
+        "--tokens: their speed is unknown, without a time of a step. Add --cluster"
+        in say("plan", spec, "--tokens", 10).err
+    )
+    said = say("plan", spec, "--tokens-per-s-per-gpu", 10)
     assert said.code == 2
-    assert "--tokens and --tokens-per-s-per-gpu go together" in said.err
+    assert "--tokens-per-s-per-gpu is the speed of --tokens" in said.err

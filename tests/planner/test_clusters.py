@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from moefw.commands.plan import plan
 from moefw.core.errors import SpecError
 from moefw.planner import cluster
-from moefw.planner.cluster import Cluster, Figure, Gpu, Links, Peaks, Product
+from moefw.planner.cluster import Cluster, Gpu, Links, Peaks, Product
+from moefw.planner.data_files import Figure
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 CLUSTERS = ("b200", "b300", "gb200", "gb300", "h100", "h200")

@@ -27,13 +27,13 @@ from moefw.planner.cluster import (
     Collective,
     Collectives,
     Elementwise,
-    Figure,
     Gpu,
     Link,
     Links,
     Peaks,
     Product,
 )
+from moefw.planner.data_files import Figure
 
 DIGITS: Final = 4
 FORMATS: Final = ("fp32", "bf16", "fp8")

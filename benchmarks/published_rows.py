@@ -1,0 +1,323 @@
+"""Published step times, and their prediction from the fields of a row alone."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from attrs import evolve, frozen
+
+from closed_form import Layout, Rows, Sizes, node_of
+from moefw.core.records import Order
+from moefw.planner import cluster as clusters
+from moefw.planner.cluster import Cluster
+from moefw.planner.time.costs import Costs, Shapes
+from moefw.planner.time.figures import figures
+from moefw.planner.time.scale import Fitted, Scale
+from moefw.planner.time.schedule import Steady
+from moefw.planner.time.software import Implementation, Region, Software, implementation
+from moefw.planner.time.step import Rehearsal, Told, rehearse, told
+from moefw.plugins.pipelines.interleaved import Interleaved
+from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
+from moefw.runtime.pipeline.timeline import one_by_one
+
+ROWS: Final = Path(__file__).parent / "published" / "moe_rows.csv"
+GIGA: Final = 1e9
+TERA: Final = 1e12
+PRESETS: Final[Mapping[str, str]] = {
+    "DeepSeekV3": "deepseek-v3",
+    "Kimi_K2": "kimi-k2",
+    "Qwen3_235B": "qwen3-235b-a22b",
+    "Qwen3_30B": "qwen3-30b-a3b",
+    "Qwen2_57B": "qwen2-57b-a14b",
+    "Mixtral_8x22B": "mixtral-8x22b",
+    "GPT_OSS_120B": "gpt-oss-120b",
+}
+DTYPES: Final[Mapping[str, str]] = {
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8block": "float8_e4m3fn",
+    "mxfp8": "float8_e4m3fn",
+    "nvfp4": "float4_e2m1fn_x2",
+}
+WITHOUT_MTP: Final = ("automodel", "simumax")
+"""Stacks whose figures of DeepSeek-V3 are of a model that predicts one token."""
+STACKS_OF_2025: Final = ("mcore25", "nemo25", "folding")
+ONE_LAYER_A_CHUNK: Final = "folding"
+"""Rows whose chunks are not printed. The paper's schedule is Megatron's interleaved one."""
+RECOMPUTED: Final[Mapping[str, tuple[str, ...]]] = {
+    "mla_up_proj": ("mla_up_proj",),
+    "mlp": ("dense_mlp",),
+    "layernorm": ("attn_norm", "mlp_norm"),
+    "norm": ("attn_norm", "mlp_norm"),
+    "moe_act": (),
+    "act": (),
+}
+"""Regions that Megatron's modules of recompute are; activations alone are a few passes, which are left out."""
+
+
+@frozen(slots=False)
+class Row:
+    """A published row: its fields, and what of its software an earlier row of the same layout says.
+
+    ``changes``: of the software, and ``has_groups``: whether launches grow with experts a rank, to leave out inputs.
+    """
+
+    fields: Mapping[str, str]
+    notes: str = ""
+    overlap: str = ""
+    changes: Mapping[str, object] = {}
+    has_groups: bool = True
+
+    def __getitem__(self, name: str) -> str:
+        return self.fields.get(name, "") or ""
+
+    def number(self, name: str, default: int = 1) -> int:
+        """Whole number in a field; ``default`` if it is empty."""
+        return int(float(self[name])) if self[name] else default
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the row counts."""
+        return self["score"] == "yes"
+
+    @property
+    def name(self) -> str:
+        """Name of the row's layout: rows of one name are votes of one."""
+        return self["layout"] or self["id"]
+
+    @property
+    def stack(self) -> str:
+        """Name of the fitted factor of the row's software; empty: Megatron of 2026."""
+        if self["stack"] in STACKS_OF_2025:
+            return "software_2025"
+        return "" if self["stack"] in ("mcore26", "") else self["stack"]
+
+    @property
+    def cluster(self) -> Cluster:
+        """Cluster of the row."""
+        return clusters.read(self["system"].lower().removeprefix("dgx-"))
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the row's model: of a preset, or of a ``config.json`` whose path is the model's name."""
+        model = self["model"]
+        is_deepseek = model == "DeepSeekV3"
+        has_mtp = is_deepseek and self["stack"] not in WITHOUT_MTP and "w/o MTP" not in self["model_printed"]
+        layers = self.number("layers", 0) or None
+        return Sizes.of(PRESETS.get(model, model), layers=layers, mtp=int(has_mtp))
+
+    @property
+    def software(self) -> Software:
+        """Software of the row. With a graph of a whole step, experts are a fused kernel, unless the row says else."""
+        graph = self["cuda_graph"]
+        is_full = graph == "full_iteration"
+        scopes = graph.partition(":")[2]
+        graphs: object = "full" if is_full else tuple(scopes.split("+")) if scopes else "none"
+        known = self["notes"] + self.notes
+        says = "recipe:" in known
+        software = Software(
+            implementation="megatron",
+            graphs=graphs,  # type: ignore[arg-type]
+            ep_overlap=(self["ep_overlap"] or self.overlap) == "true",
+            fused_grouped_mlp="fused grouped MLP" in known or (is_full and not says),
+            fp8_attention="fp8 attention" in known or (is_full and not says and self.is_narrow),
+            offload=tuple(filter(None, self["offload"].split("+"))),
+        )
+        return evolve(software, **self.changes)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether operands have 8 bits or less."""
+        return DTYPES[self["precision"]] != "bfloat16"
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the row."""
+        pp = self.number("pp")
+        chunks = self.number("vpp")
+        if self["stack"] == ONE_LAYER_A_CHUNK and not self["vpp"] and pp > 1:
+            chunks = self.sizes.layers // pp
+        return Layout(
+            gpus=self.number("gpus"),
+            tp=self.number("tp"),
+            pp=pp,
+            cp=self.number("cp"),
+            chunks=chunks,
+            ep=self.number("ep"),
+            expert_tp=self.number("etp"),
+            node_gpus=node_of(self.cluster),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.number("global_batch") * self.number("seq_len")
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Operations a token of the published TFLOPS, in units of 10^9.
+
+        They are those of the closed form where none are said, and where the column counts an MTP layer that the row's
+        TFLOPS over tokens/s do not.
+        """
+        said = self["flops_per_token"]
+        is_wrong = self["stack"] == "automodel" and self["model"] == "DeepSeekV3"
+        return self.work.flops_per_token / GIGA if is_wrong or not said else float(said)
+
+    @cached_property
+    def tokens_per_s(self) -> float:
+        """Published tokens a second of a GPU: of the TFLOPS, which are rounded less."""
+        return float(self["truth_tflops"]) * TERA / (self.flops_per_token * GIGA)
+
+    @property
+    def work(self) -> Rows:
+        """What a rank computes in a micro-batch."""
+        parts = self["recompute"].replace("none", "").split("+")
+        recompute = tuple(region for part in parts if part for region in RECOMPUTED.get(part, (part,)))
+        return Rows(
+            sizes=self.sizes,
+            layout=self.layout,
+            sequences=self.number("micro_batch"),
+            length=self.number("seq_len"),
+            dtype=DTYPES[self["precision"]],
+            recompute=recompute,
+            dispatcher=self["dispatcher"] or "alltoall",
+        )
+
+    @property
+    def shapes(self) -> Shapes:
+        """What decides the volume of the row's dispatcher."""
+        rows = self.work
+        sizes = rows.sizes
+        return Shapes(
+            tokens=rows.stream,
+            hidden=sizes.dim,
+            experts=sizes.experts,
+            top_k=sizes.top_k,
+            ep=rows.layout.ep,
+            dispatcher=self["dispatcher"] or "alltoall",
+            groups=sizes.groups,
+            top_groups=sizes.top_groups,
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All that a prediction depends on."""
+        return self.work.__repr__(), self.shapes, self.software, self["system"], self.tokens
+
+    def order(self, count: int) -> Order:
+        """Schedule of a step of so many micro-batches."""
+        layout = self.layout
+        if layout.pp == 1:
+            return [one_by_one(count)]
+        if layout.chunks == 1:
+            return OneForwardOneBackward().order(layout.pp, count)
+        merged = bool(self.software.ep_overlap)
+        return Interleaved(chunks=layout.chunks, merged=merged).order(layout.pp, count)
+
+    def rehearsal(self, predictor: Predictor) -> Rehearsal:
+        """Rehearsal of the row's step."""
+        software = self.software
+        runs = implementation(software.implementation)
+        if not self.has_groups:
+            runs = without_groups(runs)
+        costs = Costs(self.cluster, runs, software, self.shapes, figures())
+        layout = self.layout
+        count = max(1, self.number("global_batch") // (layout.dp * self.number("micro_batch")))
+        return rehearse(
+            self.work.positions(),
+            costs,
+            steady=predictor.steady(self, count),
+            micro_batches=count,
+            ep_overlap=bool(software.ep_overlap),
+            offloads=bool(software.offload),
+        )
+
+
+def without_groups(runs: Implementation) -> Implementation:
+    """Implementation that launches as much for eight experts a rank, however many there are."""
+
+    def flat(region: Region) -> Region:
+        return Region(
+            **{
+                name: evolve(kernels, launches=kernels.launches + 8 * kernels.group, group=0.0)
+                for name, kernels in (("forward", region.forward), ("backward", region.backward))
+            }
+        )
+
+    return evolve(runs, regions={name: flat(region) for name, region in runs.regions.items()})
+
+
+@frozen
+class Predictor:
+    """Predicts rows. Rehearsals are kept, so that numbers can be fitted."""
+
+    rehearsals: dict[object, Rehearsal]
+    of_rows: dict[str, tuple[Rehearsal, Cluster]]
+    schedules: dict[object, Steady]
+
+    @classmethod
+    def empty(cls) -> Predictor:
+        """Predictor that has seen no row."""
+        return cls({}, {}, {})
+
+    def told(self, row: Row, numbers: Fitted) -> Told:
+        """Time of a row's step."""
+        rehearsal, cluster = self._of(row)
+        factor = 1.0
+        if row.stack == "software_2025":
+            factor = numbers.software_2025
+        elif row.stack:
+            factor = numbers.stacks.get(row.stack, 1.0)
+        return told(rehearsal, Scale.of(numbers, cluster, figures()), factor)
+
+    def steady(self, row: Row, count: int) -> Steady:
+        """Schedule of a row's step of so many micro-batches."""
+        layout = row.layout
+        key = layout.pp, layout.chunks, row.software.ep_overlap, count
+        if key not in self.schedules:
+            self.schedules[key] = Steady.of(row.order, layout.pp, count)
+        return self.schedules[key]
+
+    def same(self, row: Row) -> object:
+        """What rows with one prediction have in common."""
+        return id(self._of(row)[0]), row.stack
+
+    def _of(self, row: Row) -> tuple[Rehearsal, Cluster]:
+        if row["id"] not in self.of_rows:
+            key = row.key
+            if key not in self.rehearsals:
+                self.rehearsals[key] = row.rehearsal(self)
+            self.of_rows[row["id"]] = self.rehearsals[key], row.cluster
+        return self.of_rows[row["id"]]
+
+    def tokens_per_s(self, row: Row, numbers: Fitted) -> float:
+        """Predicted tokens a second of a GPU."""
+        return row.tokens / self.told(row, numbers).step_s / row.number("gpus")
+
+
+def read(path: Path = ROWS) -> list[Row]:
+    """Rows of a file. What a row's page does not say of its software is that of the newest earlier row of its layout.
+
+    Such a row has the same graphs and recompute.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [Row(fields) for fields in csv.DictReader(file)]
+    return [_with_recipe(row, rows) for row in rows]
+
+
+def _with_recipe(row: Row, rows: Sequence[Row]) -> Row:
+    alike = [
+        other
+        for other in rows
+        if other is not row
+        and row["layout"]
+        and all(other[name] == row[name] for name in ("layout", "cuda_graph", "recompute", "micro_batch", "stack"))
+    ]
+    notes = next((other["notes"] for other in alike if "recipe:" in other["notes"]), "")
+    overlap = next((other["ep_overlap"] for other in alike if other["ep_overlap"]), "")
+    return evolve(row, notes="" if "recipe:" in row["notes"] else notes, overlap=overlap)

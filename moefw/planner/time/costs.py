@@ -1,0 +1,356 @@
+"""Seconds of the work of a plan on a GPU, by category, and the launches of its host. Imports no torch.
+
+All seconds here are those of the figures with their sources; :mod:`moefw.planner.time.scale` has what was fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import comb
+from typing import Final
+
+from attrs import field, fields, frozen
+
+from moefw.planner.cluster import PEAK_OF, Cluster
+from moefw.planner.report import Product, Transfer, Work
+from moefw.planner.time.figures import Figures
+from moefw.planner.time.software import Implementation, Kernels, Region, Software
+
+TERA: Final = 1e12
+GIGA: Final = 1e9
+MICRO: Final = 1e-6
+ITEMSIZE: Final[Mapping[str, float]] = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
+"""Bytes of a value of each format."""
+EXPERT_REGIONS: Final = ("layer", "dispatch")
+"""Regions whose transfers are those of dispatchers."""
+DISPATCH: Final = "dispatch"
+ATTENTION: Final = "core_attn"
+OUTSIDE: Final = "outside"
+SEND: Final = "send"
+
+
+@frozen(kw_only=True)
+class Shapes:
+    """What of a model and its layout decides the volume of dispatchers.
+
+    ``tokens``: of the residual stream of a rank in a micro-batch. ``groups`` and ``top_groups``: a token's experts are
+    in ``top_groups`` of so many groups; 1: anywhere. ``skew``: rows of the rank with most beside the mean; 1: forced
+    balance. ``itemsize``: bytes of a value that is sent to experts.
+    """
+
+    tokens: int
+    hidden: int
+    experts: int
+    top_k: int
+    ep: int
+    dispatcher: str
+    groups: int = 1
+    top_groups: int = 1
+    skew: float = 1.0
+    itemsize: float = 2.0
+
+
+@frozen(kw_only=True)
+class Spent:
+    """Seconds of the GPU by category, launches of the host, and kernels of CUDA graphs. ``wgrad``: of the products.
+
+    ``expert_transfers`` and ``tensor_transfers``: of links, inside of layers. ``gathers``: of weights and of sums of
+    gradients in a micro-batch, beside which it computes. ``send``: to the next stage.
+    """
+
+    products: float = 0.0
+    experts: float = 0.0
+    attention: float = 0.0
+    passes: float = 0.0
+    expert_transfers: float = 0.0
+    tensor_transfers: float = 0.0
+    gathers: float = 0.0
+    send: float = 0.0
+    launches: float = 0.0
+    graphed: float = 0.0
+    wgrad: float = 0.0
+
+    def plus(self, other: Spent, times: float = 1.0) -> Spent:
+        """Sum of this and ``times`` the other."""
+        return Spent(**{name: getattr(self, name) + times * getattr(other, name) for name in NAMES})
+
+    def times(self, factor: float) -> Spent:
+        """This, so many times."""
+        return Spent().plus(self, factor)
+
+
+NAMES: Final = tuple(each.name for each in fields(Spent))
+
+
+def distinct(places: int, total: int, chosen: int) -> float:
+    """Expected number of ``places``, each with its part of ``total`` experts, that ``chosen`` of them lie in."""
+    part = total // places
+    return places * (1 - comb(total - part, chosen) / comb(total, chosen))
+
+
+def places_of_token(shapes: Shapes, places: int) -> float:
+    """Expected number of ranks, or of nodes, to which a token goes, if experts are spread over so many."""
+    if shapes.top_groups >= shapes.groups or places <= 1:
+        return distinct(places, shapes.experts, shapes.top_k)
+    pool = shapes.experts * shapes.top_groups // shapes.groups
+    inside = max(1, places * shapes.top_groups // shapes.groups)
+    if places < shapes.groups:
+        # Each place has several groups: those that the chosen groups lie in, if a token uses all of them.
+        return distinct(places, shapes.groups, shapes.top_groups)
+    return distinct(inside, pool, shapes.top_k)
+
+
+@frozen
+class Costs:
+    """Costs of work on a cluster, with software."""
+
+    cluster: Cluster
+    implementation: Implementation
+    software: Software
+    shapes: Shapes
+    figures: Figures
+    wide_node: bool = field(default=False)
+    """Whether the transfers of experts stay inside a node of the cluster, whatever the plan took for a node."""
+
+    def of(self, work: Work) -> Spent:
+        """What one layer of this work spends in a pass."""
+        kernels = self._kernels(work)
+        seconds = dict.fromkeys(("products", "experts", "attention"), 0.0)
+        wgrad = 0.0
+        for product in work.products:
+            category, spent = self._product(product, work.region)
+            seconds[category] += spent
+            if product.during == "wgrad":
+                wgrad += spent
+        launches, graphed = self._launches(work, kernels)
+        passes = self._bytes(work, kernels) / self._memory(self.figures.passes.value)
+        experts, tensor, gathers, send = self._transfers(work)
+        return Spent(
+            **seconds,
+            passes=passes,
+            expert_transfers=experts,
+            tensor_transfers=tensor,
+            gathers=gathers,
+            send=send,
+            launches=launches,
+            graphed=graphed,
+            wgrad=wgrad,
+        )
+
+    def once(self, work: Work) -> float:
+        """Seconds of work of a step that is no micro-batch's: passes over memory, with its products and launches."""
+        spent = self.of(work)
+        return spent.products + spent.experts + work.nbytes / self._memory(self.figures.optimizer_pass.value)
+
+    def sums(self, work: Iterable[Work]) -> float:
+        """Seconds of links for the sums of gradients over ranks."""
+        return sum(each.layers * self._move(transfer) for each in work for transfer in each.transfers)
+
+    def _memory(self, share: float) -> float:
+        """Bytes a second."""
+        return self.cluster.gpu.memory_tb_per_s.value * TERA * share
+
+    def _kernels(self, work: Work) -> Region | None:
+        """Region of the implementation; None: as measured."""
+        regions = self.implementation.regions
+        if not regions:
+            return None
+        if self.software.fused_grouped_mlp and work.region in self.implementation.fused_grouped_mlp:
+            return self.implementation.fused_grouped_mlp[work.region]
+        return regions.get(work.region, Region())
+
+    def _kernels_of_dispatcher(self, work: Work) -> Kernels:
+        """What the dispatcher adds to its region."""
+        region = self.implementation.dispatchers.get(self.shapes.dispatcher)
+        if region is None or work.region != DISPATCH or self.shapes.ep == 1:
+            return Kernels()
+        return self._pass(work, region)
+
+    def _pass(self, work: Work, region: Region) -> Kernels:
+        return region.backward if work.phase == "backward" else region.forward
+
+    def _product(self, product: Product, region: str) -> tuple[str, float]:
+        """Category of a product, and its seconds."""
+        generation = self.figures.generation(self.cluster)
+        bf16 = self.cluster.gpu.peak_tflops.bf16.value * TERA
+        if product.scores is not None or region == ATTENTION:
+            share = generation.attention_forward if product.during == "fprop" else generation.attention_backward
+            faster = self.figures.attention_fp8_times.value if self.software.fp8_attention else 1.0
+            return "attention", product.flops / (bf16 * share.value * faster)
+        kind, peak = self._peak(product.dtype)
+        if not kind:
+            return "products", product.flops / (bf16 * self.figures.fp32_share.value)
+        is_grouped = product.groups > 1 or region.startswith("expert")
+        multiplied = product.flops / (peak * self._share(product, kind, is_grouped=is_grouped))
+        moved = product.times * _operands(product, ITEMSIZE[kind]) / self._memory(self.figures.passes.value)
+        if is_grouped:
+            return "experts", self.shapes.skew * max(multiplied, moved)
+        return "products", max(multiplied, moved)
+
+    def _peak(self, dtype: str) -> tuple[str, float]:
+        """Format in which operands of a dtype are multiplied, and operations a second; empty: none of a GPU.
+
+        A GPU without a format multiplies the next wider one.
+        """
+        kind = PEAK_OF.get(dtype, "")
+        peaks = self.cluster.gpu.peak_tflops
+        for wider in ("fp4", "fp8", "bf16") if kind in ITEMSIZE else ():
+            figure = getattr(peaks, wider)
+            if ITEMSIZE[wider] >= ITEMSIZE[kind] and figure is not None:
+                return wider, figure.value * TERA
+        return "", 0.0
+
+    def _share(self, product: Product, kind: str, *, is_grouped: bool) -> float:
+        """Share of its peak that a product reaches."""
+        generation = self.figures.generation(self.cluster)
+        rows, _, summed = product.shape
+        share: float = getattr(generation, f"{'grouped' if is_grouped else 'dense'}_{kind}").value
+        if product.during == "wgrad":
+            summed = summed // product.groups
+        if is_grouped:
+            if product.during == "wgrad":
+                share *= generation.grouped_wgrad.value
+            # A group of rows ends inside a tile: half a tile is multiplied in vain.
+            of_group = summed if product.during == "wgrad" else rows / product.groups
+            share *= of_group / (of_group + self.figures.tile_rows.value / 2)
+        return share * summed / (summed + self.figures.summed_half.value)
+
+    def _bytes(self, work: Work, region: Region | None) -> float:
+        """Bytes of passes over memory of one layer, without the products."""
+        if region is None:
+            return float(work.nbytes)
+        kernels = self._pass(work, region)
+        stream = self.shapes.tokens * self.shapes.hidden
+        read, returned, quantized = _values(work)
+        skew = self.shapes.skew if work.region.startswith("expert") else 1.0
+        of_products = kernels.inputs * read + kernels.outputs * returned + kernels.quantized * quantized
+        rows = self.shapes.skew * self.shapes.top_k * stream * self._kernels_of_dispatcher(work).rows
+        return kernels.stream * stream + skew * of_products + rows
+
+    def _launches(self, work: Work, region: Region | None) -> tuple[float, float]:
+        """Launches of the host, and kernels that a CUDA graph launches, of one layer."""
+        groups = max((product.groups for product in work.products), default=0)
+        if region is None:
+            number = float(work.operators + sum(product.times for product in work.products))
+            number += sum(transfer.times for transfer in work.transfers)
+            preprocess = 0.0
+        else:
+            kernels = self._pass(work, region)
+            number = kernels.launches + kernels.group * groups + self._kernels_of_dispatcher(work).launches
+            preprocess = kernels.preprocess
+        graphs = self.software.graphs
+        if graphs == "full":
+            return 0.0, number + preprocess
+        held = graphs if isinstance(graphs, tuple) else ()
+        graphed = 0.0
+        if any(work.region in self.implementation.graph_scopes.get(scope, ()) for scope in held):
+            graphed, number = number, 0.2  # a graph holds about five regions
+        if "moe_preprocess" in held:
+            graphed, preprocess = graphed + preprocess, 1.0
+        return number + preprocess, graphed
+
+    def _transfers(self, work: Work) -> tuple[float, float, float, float]:
+        """Seconds of links in one layer: of experts, of tensors, of gathers, and to the next stage."""
+        experts = tensor = gathers = send = 0.0
+        modelled = self.shapes.dispatcher in self.implementation.deduplicates and self.shapes.ep > 1
+        if modelled and work.region == DISPATCH:
+            experts += (1 if work.phase == "recompute" else 2) * self.skewed(self.deduplicated())
+        for transfer in work.transfers:
+            seconds = self._move(transfer)
+            if work.region in EXPERT_REGIONS:
+                experts += 0.0 if modelled else self.skewed(seconds)
+            elif transfer.kind == SEND:
+                send += seconds
+            elif work.region == OUTSIDE or "dp" in transfer.group or "shard" in transfer.group:
+                gathers += seconds
+            else:
+                tensor += seconds
+        return experts, tensor, gathers, send
+
+    def skewed(self, seconds: float) -> float:
+        """Seconds until the rank with most rows has them."""
+        return seconds * self.shapes.skew
+
+    def deduplicated(self) -> float:
+        """Seconds of a movement in which a token's row goes once to each node, and there once to each rank."""
+        shapes = self.shapes
+        row = shapes.tokens * shapes.hidden * shapes.itemsize
+        per_node = self.node_gpus
+        nodes = max(1, -(-shapes.ep // per_node))
+        ranks = places_of_token(shapes, shapes.ep) * (shapes.ep - 1) / shapes.ep
+        to_nodes = places_of_token(shapes, nodes) * (nodes - 1) / nodes if nodes > 1 else 0.0
+        return self._seconds(row * ranks, row * to_nodes, shapes.dispatcher)
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of a node of the cluster."""
+        node = self.cluster.links.node
+        assert node is not None, "the cluster lacks no link"
+        gpus = node.gpus
+        return 2**30 if gpus is None else round(gpus.value)
+
+    def _move(self, transfer: Transfer) -> float:
+        """Seconds of the links for a transfer, all times."""
+        node, network = float(transfer.node), float(transfer.network)
+        if transfer.kind == "all-reduce":
+            # Counted is the tensor to each peer; a ring sends twice its part to the next rank.
+            node, network = 2 * node / transfer.ranks, 2 * network / transfer.ranks
+        if self.wide_node and transfer.ranks <= self.node_gpus:
+            node, network = node + network, 0.0
+        dispatcher = self.shapes.dispatcher if transfer.kind == "all-to-all" else "collectives"
+        return transfer.times * self._seconds(node, network, dispatcher)
+
+    def _seconds(self, node: float, network: float, name: str) -> float:
+        """Seconds of both links side by side for so many bytes, and the latency of a call."""
+        shares = self.figures.transfers
+        links = self.cluster.links
+        assert links.node is not None, "the cluster lacks no link"
+        assert links.network is not None, "the cluster lacks no link"
+        on_node = node / (links.node.gb_per_s.value * GIGA * _share(shares.node, name))
+        on_network = network / (links.network.gb_per_s.value * GIGA * _share(shares.network, name))
+        return max(on_node, on_network) + shares.latency_us.value * MICRO
+
+
+def _share(shares: Mapping[str, object], name: str) -> float:
+    figure = shares.get(name, shares["collectives"])
+    return figure.value  # type: ignore[attr-defined,no-any-return]
+
+
+def _values(work: Work) -> tuple[float, float, float]:
+    """Values that products of a region read, return, and read or get back in 8 bits or less: as in forward.
+
+    Products of one input, such as those of queries and keys, read it once.
+    """
+    read: set[tuple[int, int]] = set()
+    returned = quantized_returned = 0.0
+    quantized_read: set[tuple[int, int]] = set()
+    for product in work.products:
+        if product.during == "wgrad" or product.scores is not None:
+            continue
+        rows, columns, summed = product.shape
+        if product.during == "dgrad":
+            columns, summed = summed, columns
+        read.add((rows, summed))
+        returned += product.times * rows * columns
+        if PEAK_OF.get(product.dtype) in ("fp8", "fp4"):
+            quantized_read.add((rows, summed))
+            quantized_returned += product.times * rows * columns
+    is_backward = work.phase == "backward"
+    quantized = quantized_returned if is_backward else float(sum(rows * width for rows, width in quantized_read))
+    return float(sum(rows * width for rows, width in read)), returned, quantized
+
+
+def _operands(product: Product, itemsize: float) -> float:
+    """Bytes of the operands of a product, and of its result: in bf16, or, for weights, in fp32."""
+    rows, columns, summed = product.shape
+    if product.during == "wgrad":
+        return itemsize * summed * (rows + columns) + 4.0 * product.groups * rows * columns
+    return itemsize * (rows * summed + product.groups * summed * columns) + 2.0 * rows * columns
+
+
+def total(spent: Iterable[tuple[int, Spent]]) -> Spent:
+    """Sum of what layers spend, each so many times."""
+    together = Spent()
+    for times, each in spent:
+        together = together.plus(each, times)
+    return together

@@ -1,0 +1,81 @@
+"""The figures with which time is computed, beside a cluster's: each with its source. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from attrs import field, frozen
+
+from moefw.planner.cluster import Cluster
+from moefw.planner.data_files import Figure, read_file
+
+FILE: Final = Path(__file__).parent / "figures.yaml"
+HOPPER: Final = "hopper"
+BLACKWELL: Final = "blackwell"
+
+
+@frozen(kw_only=True)
+class Generation:
+    """Shares of a peak that products of a GPU's generation reach at ``board_power_w``.
+
+    ``grouped_wgrad``: gradients of grouped weights beside the other grouped products. Attention: of the peak of bf16.
+    """
+
+    board_power_w: Figure
+    dense_bf16: Figure
+    dense_fp8: Figure
+    dense_fp4: Figure
+    grouped_bf16: Figure
+    grouped_fp8: Figure
+    grouped_fp4: Figure
+    grouped_wgrad: Figure
+    attention_forward: Figure
+    attention_backward: Figure
+
+
+@frozen(kw_only=True)
+class Transfers:
+    """Shares of a link's rate that dispatchers and collectives reach, and the latency of each of their calls."""
+
+    node: Mapping[str, Figure]
+    network: Mapping[str, Figure]
+    latency_us: Figure
+
+
+@frozen(kw_only=True)
+class Figures:
+    """All figures. ``passes`` and ``optimizer_pass``: shares of the rate of memory.
+
+    ``summed_half``: the width over which a product sums that halves its share.
+
+    ``gap_us``: between two kernels of a CUDA graph. ``tensor_parallel_exposed``: share of the time of transfers inside
+    of layers that nothing hides. ``meeting``: host and device together take the root of this order of the sum of their
+    powers. ``offload_times``: the time of a step with activations in host memory beside one without.
+    """
+
+    generations: Mapping[str, Generation] = field(factory=dict)
+    attention_fp8_times: Figure
+    fp32_share: Figure
+    tile_rows: Figure
+    summed_half: Figure
+    passes: Figure
+    optimizer_pass: Figure
+    gap_us: Figure
+    host_launch_us: Figure
+    transfers: Transfers
+    tensor_parallel_exposed: Figure
+    meeting: Figure
+    offload_times: Figure
+
+    def generation(self, cluster: Cluster) -> Generation:
+        """Generation of a cluster's GPUs: Blackwell, or one like it, if they multiply fp4."""
+        return self.generations[HOPPER if cluster.gpu.peak_tflops.fp4 is None else BLACKWELL]
+
+
+@cache
+def figures() -> Figures:
+    """Figures of moefw."""
+    return read_file(Figures, FILE, option="figures")

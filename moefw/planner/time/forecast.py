@@ -1,0 +1,206 @@
+"""The time of a spec on a cluster, from its plan: what a step takes, why, and how sure that is. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attrs import evolve, frozen
+
+from moefw.compose.assembly import Assembly
+from moefw.core.errors import PlanError
+from moefw.planner.cluster import Cluster
+from moefw.planner.report import Ledger, Position
+from moefw.planner.time import likeness, software
+from moefw.planner.time.costs import Costs, Shapes
+from moefw.planner.time.figures import figures
+from moefw.planner.time.likeness import Bar, Inputs
+from moefw.planner.time.scale import Scale, fitted
+from moefw.planner.time.schedule import Steady
+from moefw.planner.time.software import Software
+from moefw.planner.time.step import Told, rehearse, told
+
+TERA: Final = 1e12
+ONCE: Final = ("once", "gradients", "optimizer")
+"""Phases of work that a step has once, for all its micro-batches."""
+
+
+@frozen(kw_only=True)
+class Forecast:
+    """The time of a step. ``bar``: how wrong it may be. ``wire_bytes``: sent by a rank in a step, by link."""
+
+    plan: Ledger
+    cluster: Cluster
+    told: Told
+    bar: Bar
+    tokens: int
+    wire_bytes: Mapping[str, int]
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens a second of a GPU."""
+        return self.tokens / self.told.step_s / self.plan.world
+
+    @property
+    def model_tflops_per_gpu(self) -> float:
+        """TFLOPS that the model asks for of a GPU."""
+        return self.tokens_per_s_per_gpu * (self.plan.flops_per_token or 0.0) / TERA
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the peak of the format in which the model multiplies most; None: there is none."""
+        peak = None if self.plan.dtype is None else self.cluster.peak_tflops(self.plan.dtype)
+        return None if peak is None else self.model_tflops_per_gpu / peak
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Bytes by category of the position that needs most memory, and their peak."""
+        held = self.plan.held
+        return {
+            "parameters": held.parameters,
+            "gradients": held.gradients,
+            "optimizer": held.optimizer,
+            "buffers": held.buffers + held.batch,
+            "pools": self.plan.pools,
+            "saved": self.plan.totals["saved"],
+            "peak": self.plan.peak_bytes or 0,
+        }
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data."""
+        step = self.told.step_s
+        return {
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "model_tflops_per_gpu": self.model_tflops_per_gpu,
+            "mfu": self.mfu,
+            "step_time_s": step,
+            "error_percent": self.bar.percent,
+            "extrapolated": list(self.bar.extrapolated),
+            "memory_bytes": dict(self.memory_bytes),
+            "fits": self.plan.peak_bytes is not None and self.plan.peak_bytes <= self.cluster.memory_bytes,
+            "wire_bytes": dict(self.wire_bytes),
+            "exposed_communication_fraction": self.told.exposed_s / step,
+            "pipeline_bubble_fraction": self.told.bubble_s / step,
+            "host_bound_fraction": self.told.waits_for_host_s / step,
+            "flops_per_token": self.plan.flops_per_token,
+        }
+
+
+def lacks(cluster: Cluster) -> list[str]:
+    """Figures that time is computed with and a cluster lacks, as one without GPUs, or of one node, does."""
+    needed = {
+        "gpu.board_power_w": cluster.gpu.board_power_w,
+        "links.node": cluster.links.node,
+        "links.network": cluster.links.network,
+    }
+    return [name for name, figure in needed.items() if figure is None]
+
+
+def forecast(
+    assembly: Assembly, plan: Ledger, cluster: Cluster, cluster_name: str, runs: Software, *, skew: float = 1.0
+) -> Forecast:
+    """Time of a spec whose plan is known. ``skew``: rows of the rank with most beside the mean.
+
+    The cluster lacks nothing (:func:`lacks`). Raises PlanError if the work is unknown, and SpecError if an
+    implementation is.
+    """
+    if plan.unknown or not plan.positions:
+        raise PlanError(f"the time of a step is unknown, as its work is: {plan.unknown}.", "Leave out --cluster.")
+    runs = _as_the_spec_says(assembly, runs)
+    costs = Costs(
+        cluster,
+        software.implementation(runs.implementation),
+        runs,
+        shapes_of(assembly, plan, skew),
+        figures(),
+        wide_node=_is_wide(assembly, cluster),
+    )
+    rehearsal = rehearse(
+        plan.positions,
+        costs,
+        steady=Steady.of(assembly.order, sum(len(position.at) for position in plan.positions), plan.micro_batches),
+        micro_batches=plan.micro_batches,
+        ep_overlap=bool(runs.ep_overlap),
+        offloads=bool(runs.offload),
+    )
+    step = told(rehearsal, Scale.of(fitted(), cluster, figures()))
+    busiest = next(position for position in plan.positions if step.busiest in position.at)
+    inputs = _inputs(assembly, plan, cluster_name, runs, costs.shapes)
+    return Forecast(
+        plan=plan,
+        cluster=cluster,
+        told=step,
+        bar=likeness.bar(inputs, likeness.held_out()),
+        tokens=assembly.spec.train.tokens_per_step,
+        wire_bytes=_wire(busiest, plan.micro_batches),
+    )
+
+
+def _as_the_spec_says(assembly: Assembly, runs: Software) -> Software:
+    """Software in which the spec decides what the file leaves open."""
+    if runs.graphs is None:
+        runs = evolve(runs, graphs="full" if assembly.spec.train.graphs == "step" else "none")
+    if runs.ep_overlap is None:
+        runs = evolve(runs, ep_overlap=assembly.parts.pipeline.merges)
+    return runs
+
+
+def _size(assembly: Assembly, axis: str) -> int:
+    return assembly.layout.sizes.get(axis, 1)
+
+
+def shapes_of(assembly: Assembly, plan: Ledger, skew: float) -> Shapes:
+    """What of a spec decides the volume of its dispatcher."""
+    dims = assembly.site.dims
+    groups = getattr(assembly.parts.routing, "groups", None)
+    return Shapes(
+        tokens=plan.tokens // (_size(assembly, "tp") * _size(assembly, "cp")),
+        hidden=dims.model_dim,
+        experts=dims.num_experts,
+        top_k=dims.top_k,
+        ep=_size(assembly, "ep"),
+        dispatcher=assembly.parts.dispatch.name,
+        groups=getattr(groups, "count", 1),
+        top_groups=getattr(groups, "keep", 1),
+        skew=skew,
+    )
+
+
+def _is_wide(assembly: Assembly, cluster: Cluster) -> bool:
+    """Whether a node of the cluster has more GPUs than the spec says that a node has."""
+    node = cluster.links.node
+    assert node is not None, "the cluster lacks no link"
+    gpus = node.gpus
+    return gpus is None or gpus.value >= (assembly.site.ranks_per_node or 1)
+
+
+def _inputs(assembly: Assembly, plan: Ledger, cluster: str, runs: Software, shapes: Shapes) -> Inputs:
+    graphs = runs.graphs if isinstance(runs.graphs, str) else "scopes"
+    return Inputs(
+        implementation=runs.implementation,
+        cluster=cluster,
+        precision=plan.dtype or "",
+        graphs=graphs,
+        ep_overlap=bool(runs.ep_overlap),
+        dispatcher=shapes.dispatcher,
+        gpus=plan.world,
+        tp=_size(assembly, "tp"),
+        pp=_size(assembly, "pp"),
+        cp=_size(assembly, "cp"),
+        ep=shapes.ep,
+        experts_a_rank=max(1, shapes.experts // shapes.ep),
+        hidden=shapes.hidden,
+        tokens_a_micro_batch=shapes.tokens,
+        tokens_a_sequence=assembly.spec.train.seq_len,
+    )
+
+
+def _wire(position: Position, micro_batches: int) -> Mapping[str, int]:
+    """Bytes that a rank of a position sends in a step, inside a node and between nodes."""
+    sums = {"node": 0, "network": 0}
+    for work in position.work:
+        times = work.layers * (1 if work.phase in ONCE else micro_batches)
+        for transfer in work.transfers:
+            sums["node"] += times * transfer.times * transfer.node
+            sums["network"] += times * transfer.times * transfer.network
+    return sums

@@ -1,0 +1,148 @@
+"""How wrong a prediction may be: from the errors of held-out published rows like it. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from functools import cache
+from math import exp, log2
+from pathlib import Path
+from typing import Final
+
+from attrs import asdict, frozen
+
+FILE: Final = Path(__file__).parent / "held_out.csv"
+"""Published rows with the errors of predictions by numbers that were fitted without any row of their model."""
+SHARE: Final = 0.8
+"""Share of rows that lie inside their bars."""
+NEAR: Final = 1.5
+"""How many times an input may be outside of the range of published rows and is still near."""
+BREADTH: Final = 2.0
+"""Distance at which a row counts e times less."""
+FURTHER: Final = 0.25
+"""How much wider a bar is for each input that is extrapolated."""
+LEAST: Final = 5.5
+"""Percent that rows of one layout differ from release to release, 90th percentile: no bar is narrower."""
+SCALE: Final = 0.5
+"""Distance of two rows in which a number differs twofold, where a choice that differs is 1."""
+
+
+@frozen(kw_only=True)
+class Inputs:
+    """What rows are like or unlike in. ``graphs``: ``none``, ``scopes`` or ``full``."""
+
+    implementation: str
+    cluster: str
+    precision: str
+    graphs: str
+    ep_overlap: bool
+    dispatcher: str
+    gpus: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    experts_a_rank: int
+    hidden: int
+    tokens_a_micro_batch: int
+    tokens_a_sequence: int
+
+    @property
+    def choices(self) -> Mapping[str, str]:
+        """Inputs that are no numbers."""
+        return {name: str(value) for name, value in asdict(self).items() if name not in NUMBERS}
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """Inputs that are numbers."""
+        return {name: value for name, value in asdict(self).items() if name in NUMBERS}
+
+
+NUMBERS: Final = (
+    "gpus",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "experts_a_rank",
+    "hidden",
+    "tokens_a_micro_batch",
+    "tokens_a_sequence",
+)
+
+
+@frozen
+class HeldOut:
+    """A published row: the name of its layout, its inputs, and the error of its prediction, a share."""
+
+    layout: str
+    inputs: Inputs
+    error: float
+
+
+@frozen
+class Bar:
+    """Half of an interval that holds :data:`SHARE` of rows, in percent, and the inputs that no row is near to."""
+
+    percent: float
+    extrapolated: tuple[str, ...]
+
+
+def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
+    """Error bar of a prediction: a quantile of rows' errors, of which those of like rows count most.
+
+    Rows of one layout have one vote.
+    """
+    layouts = [row.layout for row in rows]
+    weights = [exp(-distance(inputs, row.inputs) / BREADTH) / layouts.count(row.layout) for row in rows]
+    far = extrapolated(inputs, [row.inputs for row in rows])
+    quantile = _quantile([abs(row.error) for row in rows], weights)
+    return Bar(max(LEAST, 100 * quantile) * (1 + FURTHER * len(far)), far)
+
+
+def distance(one: Inputs, other: Inputs) -> float:
+    """How unlike two rows are."""
+    different = sum(value != other.choices[name] for name, value in one.choices.items())
+    octaves = sum(abs(log2(value / other.numbers[name])) for name, value in one.numbers.items())
+    return different + SCALE * octaves
+
+
+def extrapolated(inputs: Inputs, rows: Sequence[Inputs]) -> tuple[str, ...]:
+    """Inputs that no row is near to: choices that none has, numbers outside of the range of all."""
+    far = [name for name, value in inputs.choices.items() if all(row.choices[name] != value for row in rows)]
+    for name, value in inputs.numbers.items():
+        known = [row.numbers[name] for row in rows]
+        if not min(known) / NEAR <= value <= max(known) * NEAR:
+            far.append(name)
+    return tuple(far)
+
+
+def _quantile(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The value below which :data:`SHARE` of the weight lies."""
+    reached = 0.0
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        reached += weight
+        if reached >= SHARE * sum(weights):
+            return value
+    return max(values)
+
+
+@cache
+def held_out() -> tuple[HeldOut, ...]:
+    """Published rows of the last fit."""
+    with FILE.open(newline="", encoding="utf-8") as file:
+        return tuple(_row(fields) for fields in csv.DictReader(file))
+
+
+def _row(fields: Mapping[str, str]) -> HeldOut:
+    numbers = {name: int(fields[name]) for name in NUMBERS}
+    inputs = Inputs(
+        implementation=fields["implementation"],
+        cluster=fields["cluster"],
+        precision=fields["precision"],
+        graphs=fields["graphs"],
+        ep_overlap=fields["ep_overlap"] == "True",
+        dispatcher=fields["dispatcher"],
+        **numbers,
+    )
+    return HeldOut(fields["layout"], inputs, float(fields["error"]))

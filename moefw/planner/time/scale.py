@@ -1,0 +1,108 @@
+"""The numbers that were fitted to published runs, at most seven for all of them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from attrs import field, frozen
+from attrs.validators import gt
+
+from moefw.planner.cluster import Cluster
+from moefw.planner.data_files import read_file
+from moefw.planner.time.costs import MICRO, Spent
+from moefw.planner.time.figures import Figures
+
+FILE: Final = Path(__file__).parent / "fitted.yaml"
+GLOBAL: Final = ("products", "grouped", "passes", "host", "transfers", "power", "merged")
+
+
+@frozen(kw_only=True)
+class Fitted:
+    """Fitted numbers. ``products``, ``grouped``, ``passes``: of the shares that the figures say; ``grouped`` more.
+
+    ``host``: of the host's time for a launch; ``transfers``: of the time of transfers of experts; ``power``: the
+    exponent of board power; ``merged``: the share of transfers that overlap leaves exposed. ``software_2025`` and
+    ``stacks``: the time of a step of such software beside that of Megatron in 2026.
+    """
+
+    products: float = field(validator=gt(0.0))
+    grouped: float = field(validator=gt(0.0))
+    passes: float = field(validator=gt(0.0))
+    host: float = field(validator=gt(0.0))
+    transfers: float = field(validator=gt(0.0))
+    power: float = field(validator=gt(0.0))
+    merged: float = field(validator=gt(0.0))
+    software_2025: float = field(validator=gt(0.0))
+    stacks: Mapping[str, float]
+
+
+@cache
+def fitted() -> Fitted:
+    """The numbers of the last fit."""
+    return read_file(Fitted, FILE, option="fitted")
+
+
+@frozen
+class Scale:
+    """Fitted numbers on a cluster: what the seconds of each category are multiplied with."""
+
+    products: float
+    experts: float
+    attention: float
+    passes: float
+    host_s: float
+    """Seconds of the host for a launch."""
+    gap_s: float
+    """Seconds between two kernels of a graph."""
+    transfers: float
+    tensor: float
+    """Share of other transfers inside of layers that nothing hides."""
+    merged: float
+    meeting: float
+
+    @classmethod
+    def of(cls, numbers: Fitted, cluster: Cluster, figures: Figures) -> Scale:
+        """Scale of fitted numbers on a cluster."""
+        assert cluster.gpu.board_power_w is not None, "the cluster is of GPUs"
+        power = (cluster.gpu.board_power_w.value / figures.generation(cluster).board_power_w.value) ** numbers.power
+        launch = figures.host_launch_us if cluster.host_launch_us is None else cluster.host_launch_us
+        return cls(
+            products=1 / (numbers.products * power),
+            experts=1 / (numbers.products * numbers.grouped * power),
+            attention=1 / power,
+            passes=1 / numbers.passes,
+            host_s=launch.value * MICRO * numbers.host,
+            gap_s=figures.gap_us.value * MICRO,
+            transfers=numbers.transfers,
+            tensor=figures.tensor_parallel_exposed.value,
+            merged=numbers.merged,
+            meeting=figures.meeting.value,
+        )
+
+    def device(self, spent: Spent) -> float:
+        """Seconds of the GPU without transfers."""
+        of_products = self.products * spent.products + self.attention * spent.attention + self.experts * spent.experts
+        return of_products + self.passes * spent.passes + self.gap_s * spent.graphed
+
+    def exposed(self, spent: Spent, *, is_merged: bool) -> float:
+        """Seconds of transfers that nothing hides."""
+        computes = self.device(spent)
+        experts = self.transfers * spent.expert_transfers
+        if is_merged:  # what takes longer than all that it could run beside is seen
+            experts = max(self.merged * experts, experts - computes)
+        beside = max(0.0, spent.gathers - computes)
+        return experts + self.tensor * spent.tensor_transfers + beside
+
+    def host(self, spent: Spent) -> float:
+        """Seconds of the host."""
+        return self.host_s * spent.launches
+
+    def together(self, spent: Spent, *, is_merged: bool) -> float:
+        """Seconds of a pass: of the GPU and the host, which wait for each other where counts are read."""
+        order = self.meeting
+        gpu = self.device(spent) + self.exposed(spent, is_merged=is_merged)
+        both: float = (gpu**order + self.host(spent) ** order) ** (1 / order)
+        return both

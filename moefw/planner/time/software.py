@@ -1,0 +1,98 @@
+"""Software as data: how an implementation runs the work of a plan, and what of it is switched on. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal
+
+from attrs import field, frozen
+from attrs.validators import ge
+
+from moefw.planner import data_files
+
+FOLDER: Final = Path(__file__).parent / "implementations"
+OURS: Final = "moefw"
+OPTION: Final = "--as"
+Graphs = Literal["none", "full"] | tuple[str, ...]
+
+
+@frozen(kw_only=True)
+class Kernels:
+    """What a pass of a region launches, and the bytes of its passes over memory for each value.
+
+    ``launches``: kernels and operators; ``group``: more for each group of a grouped product; ``preprocess``: more that
+    wait for counts. Bytes are for each value of the ``rows`` of experts, of the residual stream (``stream``), of what
+    products read (``inputs``), of what they return (``outputs``), and of what they read or get back in 8 bits or less
+    (``quantized``).
+    """
+
+    launches: float = field(default=0.0, validator=ge(0.0))
+    group: float = field(default=0.0, validator=ge(0.0))
+    preprocess: float = field(default=0.0, validator=ge(0.0))
+    rows: float = field(default=0.0, validator=ge(0.0))
+    stream: float = field(default=0.0, validator=ge(0.0))
+    inputs: float = field(default=0.0, validator=ge(0.0))
+    outputs: float = field(default=0.0, validator=ge(0.0))
+    quantized: float = field(default=0.0, validator=ge(0.0))
+
+
+@frozen(kw_only=True)
+class Region:
+    """A region of a layer in forward and in backward."""
+
+    forward: Kernels = Kernels()
+    backward: Kernels = Kernels()
+
+
+@frozen(kw_only=True)
+class Implementation:
+    """How software runs a layer. ``regions`` empty: as the plan has measured it.
+
+    ``estimated``: where its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to
+    a node. ``graph_scopes``: the regions that a CUDA graph of each scope holds. ``fused_grouped_mlp``: regions that
+    differ where experts are one fused kernel a product. ``dispatchers``: what they add to the
+    region ``dispatch``.
+    """
+
+    about: str
+    estimated: str = ""
+    deduplicates: tuple[str, ...] = ()
+    graph_scopes: Mapping[str, tuple[str, ...]] = {}
+    regions: Mapping[str, Region] = {}
+    fused_grouped_mlp: Mapping[str, Region] = {}
+    dispatchers: Mapping[str, Region] = {}
+
+
+@frozen(kw_only=True)
+class Software:
+    """Software of a run: an implementation, and what of it is on.
+
+    ``graphs``: ``none``, ``full``, or the scopes that CUDA graphs hold; None: as the spec says. ``ep_overlap``: whether
+    the transfers of experts run beside another micro-batch; None: as the spec's schedule does. ``offload``: what is
+    kept in host memory between forward and backward.
+    """
+
+    implementation: str = OURS
+    graphs: Graphs | None = None
+    ep_overlap: bool | None = None
+    fused_grouped_mlp: bool = False
+    fp8_attention: bool = False
+    offload: tuple[str, ...] = ()
+
+
+def names() -> list[str]:
+    """Names of the implementations that moefw knows."""
+    return data_files.names(FOLDER)
+
+
+def implementation(name: str) -> Implementation:
+    """Implementation of a name, or in a file. Raises SpecError with every problem of the file."""
+    return data_files.read(Implementation, FOLDER, name, option="implementation", called="implementation")
+
+
+def read(name: str) -> Software:
+    """Software in a file, or an implementation by its name with nothing switched on. Raises SpecError."""
+    if name in names():
+        return Software(implementation=name)
+    return data_files.read(Software, FOLDER / "software", name, option=OPTION, called="implementation")

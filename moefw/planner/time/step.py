@@ -1,0 +1,224 @@
+"""The time of a step: passes of each position, played in the schedule's order, and what ends a step. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from attrs import frozen
+
+from moefw.planner.report import Position, Work
+from moefw.planner.time.costs import OUTSIDE, Costs, Spent, total
+from moefw.planner.time.scale import Scale
+from moefw.planner.time.schedule import Steady
+
+BACKWARD: Final = ("backward", "recompute")
+
+
+@frozen(kw_only=True)
+class Passes:
+    """What a micro-batch spends at a position, in seconds of the figures: in its layers, and outside of them."""
+
+    forward: Spent
+    backward: Spent
+    outside_forward: Spent
+    outside_backward: Spent
+
+    @classmethod
+    def of(cls, work: Sequence[Work], costs: Costs) -> Passes:
+        """Passes of a position's work."""
+
+        def spent(phases: Sequence[str], *, outside: bool) -> Spent:
+            return total(
+                (each.layers, costs.of(each))
+                for each in work
+                if each.phase in phases and (each.region == OUTSIDE) is outside
+            )
+
+        return cls(
+            forward=spent(("forward",), outside=False),
+            backward=spent(BACKWARD, outside=False),
+            outside_forward=spent(("forward",), outside=True),
+            outside_backward=spent(BACKWARD, outside=True),
+        )
+
+    @property
+    def all(self) -> Spent:
+        """Sum of a micro-batch."""
+        layers = self.forward.plus(self.backward)
+        return layers.plus(self.outside_forward).plus(self.outside_backward)
+
+
+Key = tuple[int, tuple[tuple[str, int], ...]]
+"""A position, and the kind and stage of each pass that runs there at a time."""
+
+
+@frozen(kw_only=True)
+class Rehearsal:
+    """All that the time of a step depends on but what was fitted.
+
+    ``passes``: of each position on pp. ``spent``: what each pass, or pair of passes, of the schedule spends. ``way``:
+    seconds from stage to stage. ``once_s``: seconds of the GPU that end a step, ``sums_s`` of links, at the worst
+    position. ``all_merged``: whether neighbouring micro-batches overlap without a schedule. ``factor``: of all, for
+    offloading.
+    """
+
+    passes: tuple[Passes, ...]
+    spent: Mapping[Key, Spent]
+    steady: Steady
+    micro_batches: int
+    way: float = 0.0
+    once_s: float = 0.0
+    sums_s: float = 0.0
+    all_merged: bool = False
+    factor: float = 1.0
+
+
+@frozen(kw_only=True)
+class Told:
+    """A step's time in seconds, and its categories, each by itself, at the position that is busiest.
+
+    ``host_s``: of the host; ``waits_for_host_s``: what it adds to the GPU's. ``bubble_s``: the mean wait of positions.
+    """
+
+    step_s: float
+    categories: Mapping[str, float]
+    exposed_s: float
+    waits_for_host_s: float
+    bubble_s: float
+    busiest: int
+
+    @property
+    def bound_by(self) -> str:
+        """The category that takes longest."""
+        return max(self.categories, key=self.categories.__getitem__)
+
+
+def rehearse(
+    positions: Sequence[Position],
+    costs: Costs,
+    *,
+    steady: Steady,
+    micro_batches: int,
+    ep_overlap: bool,
+    offloads: bool,
+) -> Rehearsal:
+    """Rehearsal of a step of positions with such work, in which nothing of other positions runs."""
+    passes: dict[int, Passes] = {}
+    once = sums = 0.0
+    for position in positions:
+        found = Passes.of(position.work, costs)
+        passes.update(dict.fromkeys(position.at, found))
+        ends = [each for each in position.work if each.phase in ("once", "optimizer")]
+        once = max(once, sum(each.layers * costs.once(each) for each in ends))
+        sums = max(sums, costs.sums(each for each in position.work if each.phase == "gradients"))
+    has_pairs = any(len(kinds) > 1 for _, kinds in steady.kinds)
+    in_order = tuple(passes[at] for at in sorted(passes))
+    chunks = len({stage for _, kinds in steady.kinds for _, stage in kinds}) // len(passes)
+    return Rehearsal(
+        passes=in_order,
+        spent=_spent(in_order, steady.kinds, chunks),
+        steady=steady,
+        micro_batches=micro_batches,
+        way=max(each.outside_forward.send for each in in_order) / chunks,
+        once_s=once,
+        sums_s=sums,
+        all_merged=ep_overlap and not has_pairs,
+        factor=costs.figures.offload_times.value if offloads else 1.0,
+    )
+
+
+def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
+    """Time of a rehearsed step, with fitted numbers. ``factor``: of software that is not what they were fitted to."""
+    factor *= rehearsal.factor
+    seconds = {
+        key: scale.together(spent, is_merged=rehearsal.all_merged or len(key[1]) > 1)
+        for key, spent in rehearsal.spent.items()
+    }
+    played = rehearsal.steady.end(lambda *key: seconds[key], rehearsal.way)
+    count = rehearsal.micro_batches
+    merged = rehearsal.all_merged or any(len(kinds) > 1 for _, kinds in rehearsal.steady.kinds)
+    work = [each.all for each in rehearsal.passes]
+    busy = [_busy(each, scale, is_merged=merged) for each in rehearsal.passes]
+    busiest = max(range(len(busy)), key=busy.__getitem__)
+    spent = work[busiest]
+    backward = scale.device(rehearsal.passes[busiest].backward)
+    sums = max(rehearsal.sums_s - backward, 0.05 * rehearsal.sums_s)
+    once = scale.passes * rehearsal.once_s
+    bubble = max(0.0, played - count * sum(busy) / len(busy))
+    exposed = count * scale.exposed(spent, is_merged=merged)
+    gpu = count * scale.device(spent) + exposed
+    categories = {
+        "products": count * scale.products * spent.products,
+        "experts": count * scale.experts * spent.experts,
+        "attention": count * scale.attention * spent.attention,
+        "memory passes": count * scale.passes * spent.passes,
+        "kernel gaps": count * scale.gap_s * spent.graphed,
+        "expert transfers": count * scale.transfers * spent.expert_transfers,
+        "other transfers": count * (spent.tensor_transfers + spent.gathers),
+        "host launches": count * scale.host(spent),
+        "sums of gradients": rehearsal.sums_s,
+        "optimizer": once,
+        "pipeline bubble": bubble,
+    }
+    return Told(
+        step_s=factor * (played + sums + once),
+        categories={name: factor * value for name, value in categories.items() if value},
+        exposed_s=factor * (exposed + sums),
+        waits_for_host_s=factor * max(0.0, count * busy[busiest] - gpu),
+        bubble_s=factor * bubble,
+        busiest=busiest,
+    )
+
+
+def _busy(passes: Passes, scale: Scale, *, is_merged: bool) -> float:
+    """Seconds of a micro-batch at a position."""
+    forward = passes.forward.plus(passes.outside_forward)
+    backward = passes.backward.plus(passes.outside_backward)
+    return scale.together(forward, is_merged=is_merged) + scale.together(backward, is_merged=is_merged)
+
+
+def _spent(passes: Sequence[Passes], keys: Sequence[Key], chunks: int) -> Mapping[Key, Spent]:
+    """What each pass or pair spends: of a stage its share of the position's layers, and what is outside of them.
+
+    That is at the last stage the head, at the first the embedding, elsewhere what every stage does.
+    """
+    stages: dict[int, set[int]] = {}
+    for at, kinds in keys:
+        stages.setdefault(at, set()).update(stage for _, stage in kinds)
+    last = max(max(each) for each in stages.values())
+    found: dict[Key, Spent] = {}
+    for at, kinds in keys:
+        end = last if last in stages[at] else 0 if 0 in stages[at] else None
+        spent = Spent()
+        for kind, stage in kinds:
+            layers, outside = passes[at].forward, passes[at].outside_forward
+            if kind != "F":
+                layers, outside = passes[at].backward, passes[at].outside_backward
+            share = 1 / chunks if end is None else float(stage == end)
+            one = layers.times(1 / chunks).plus(outside, share)
+            if kind == "I":
+                one = without_wgrads(one)
+            elif kind == "W":
+                one = only_wgrads(one)
+            spent = spent.plus(one)
+        found[at, kinds] = spent
+    return found
+
+
+def without_wgrads(spent: Spent) -> Spent:
+    """A backward that leaves out gradients of weights."""
+    return spent.plus(only_wgrads(spent), -1.0)
+
+
+def only_wgrads(spent: Spent) -> Spent:
+    """Gradients of weights of a backward: their products, and as large a share of its launches."""
+    products = spent.products + spent.experts
+    share = spent.wgrad / products if products else 0.0
+    return Spent(
+        products=share * spent.products,
+        experts=share * spent.experts,
+        launches=share / 2 * spent.launches,
+        graphed=share / 2 * spent.graphed,
+        wgrad=spent.wgrad,
+    )

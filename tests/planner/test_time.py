@@ -1,0 +1,380 @@
+"""The time of a step: closed forms are the planner's numbers, schedules are played as they are, and causes have effects."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from attrs import evolve
+from click.testing import CliRunner
+
+import closed_form
+from closed_form import Layout, Rows, Sizes
+from moefw.commands.plan import plan
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.site import Machine
+from moefw.planner import Ledger, cluster, ledger
+from moefw.planner.cluster import Cluster
+from moefw.planner.data_files import Figure
+from moefw.planner.time import likeness, software
+from moefw.planner.time.costs import Costs, Shapes, distinct, places_of_token
+from moefw.planner.time.figures import figures
+from moefw.planner.time.scale import GLOBAL, Scale, fitted
+from moefw.planner.time.schedule import Played, Steady
+from moefw.planner.time.software import Software
+from moefw.planner.time.step import Rehearsal, Told, rehearse, told
+from moefw.plugins.pipelines.interleaved import Interleaved
+from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
+from moefw.runtime.pipeline.timeline import timeline
+from published_rows import Predictor, read
+from step_times import inputs_of
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+ONES = 8
+"""Columns of ones of a product that sums the gradient of a bias."""
+KEYS = {
+    "tokens_per_s_per_gpu",
+    "model_tflops_per_gpu",
+    "mfu",
+    "step_time_s",
+    "error_percent",
+    "extrapolated",
+    "memory_bytes",
+    "fits",
+    "wire_bytes",
+    "exposed_communication_fraction",
+    "pipeline_bubble_fraction",
+    "host_bound_fraction",
+    "flops_per_token",
+}
+
+
+def planned(model: str, world: int, *, mtp: int = 0, **spec: Any) -> Ledger:
+    tree = {
+        "model": {"preset": model, "mtp_layers": mtp},
+        "precision": {"use": "bf16"},
+        "dispatch": {"use": "alltoall"},
+        "train": {"seq_len": 64, "micro_batch": 2, "tokens_per_step": 2 * 64 * world},
+        "run": {"device": "cpu"},
+        **spec,
+    }
+    machine = Machine(device="cpu")
+    return ledger(assemble_tree(tree, Marks("spec"), defaults=defaults(), world=world, machine=machine))
+
+
+def products(work: Any) -> Counter[tuple[Any, ...]]:
+    """Products of a micro-batch: what each multiplies, in which region, and how often.
+
+    Gradients of experts' biases are sums that run as products with ones, which Megatron's count does not have.
+    """
+    found: Counter[tuple[Any, ...]] = Counter()
+    for each in work:
+        for product in each.products if each.phase in ("forward", "backward") else ():
+            if product.during == "wgrad" and product.shape[1] == ONES:
+                continue
+            key = each.region, product.dtype, product.shape, product.groups, product.during, product.scores
+            found[key] += each.layers * product.times
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "mtp", "layout", "spec"),
+    [
+        ("qwen3-30b-a3b-tiny", 0, {"ep": 4}, {"experts": {"ep": 4}}),
+        ("qwen3-30b-a3b-tiny", 0, {"tp": 2, "ep": 2}, {"dense": {"tp": 2}, "experts": {"ep": 2}}),
+        ("deepseek-v3-tiny", 1, {"ep": 4}, {"experts": {"ep": 4}}),
+        ("gpt-oss-20b-tiny", 0, {"ep": 2}, {"experts": {"ep": 2}}),
+    ],
+)
+def test_products_in_closed_form_are_those_that_the_planner_measures(
+    model: str, mtp: int, layout: Mapping[str, int], spec: Mapping[str, Any]
+) -> None:
+    measured = planned(model, 4, mtp=mtp, parallel={**spec, "ranks_per_node": 4})
+    rows = Rows(
+        sizes=Sizes.of(model, mtp=mtp), layout=Layout(gpus=4, **layout), sequences=2, length=64, dtype="bfloat16"
+    )
+    (position,) = rows.positions()
+    (measured_position,) = measured.positions
+    assert products(position.work) == products(measured_position.work)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "micro_batches", "merged"), [(4, 1, 12, False), (4, 2, 16, False), (2, 4, 8, True)]
+)
+def test_a_schedule_as_a_graph_ends_when_its_timeline_does(
+    ranks: int, chunks: int, micro_batches: int, merged: bool
+) -> None:
+    pipeline = OneForwardOneBackward() if chunks == 1 else Interleaved(chunks=chunks, merged=merged)
+    order = pipeline.order(ranks, micro_batches)
+    last = ranks * chunks - 1
+
+    def cost(kind: str, stage: int) -> float:
+        return (1.0 if kind == "F" else 2.0) * (1.7 if stage == last else 1.0)
+
+    expected = timeline(order, lambda action: cost(action.kind, action.stage))
+    played = Played.of(order)
+    durations = [sum(cost(*each) for each in kinds) for _, kinds in played.kinds]
+    assert played.end(durations, 0.0) == pytest.approx(max(entries[-1][1] for entries in expected))
+    assert played.end(durations, 0.5) > played.end(durations, 0.0)
+    steady = Steady.of(lambda count: pipeline.order(ranks, count), ranks, micro_batches)
+    assert steady.end(lambda _, kinds: sum(cost(*each) for each in kinds), 0.0) == pytest.approx(
+        played.end(durations, 0.0)
+    )
+
+
+def test_a_long_step_is_as_long_as_its_timeline_although_few_micro_batches_are_played() -> None:
+    pipeline = Interleaved(chunks=2)
+
+    def cost(kind: str, stage: int) -> float:
+        return (1.0 if kind == "F" else 2.0) * (1.3 if stage == 7 else 1.0)
+
+    steady = Steady.of(lambda count: pipeline.order(4, count), 4, 64)
+    assert steady.longer is not None
+    expected = timeline(pipeline.order(4, 64), lambda action: cost(action.kind, action.stage))
+    told_end = steady.end(lambda _, kinds: sum(cost(*each) for each in kinds), 0.0)
+    assert told_end == pytest.approx(max(entries[-1][1] for entries in expected))
+
+
+def test_tokens_go_to_as_many_ranks_as_published() -> None:
+    assert distinct(8, 256, 8) == pytest.approx(5.30, abs=0.01)
+    grouped = Shapes(tokens=1, hidden=1, experts=256, top_k=8, ep=64, dispatcher="deepep", groups=8, top_groups=4)
+    assert places_of_token(grouped, 64) == pytest.approx(7.36, abs=0.01)
+    assert places_of_token(grouped, 8) == pytest.approx(3.63, abs=0.01)
+
+
+LAYOUT = Layout(gpus=256, pp=4, chunks=2, ep=64, node_gpus=8)
+MODEL = Rows(
+    sizes=Sizes.of("qwen3-235b-a22b"),
+    layout=LAYOUT,
+    sequences=1,
+    length=4096,
+    dtype="float8_e4m3fn",
+    dispatcher="hybridep",
+)
+
+
+def rehearsed(
+    on: Cluster, runs: Software | None = None, model: Rows = MODEL, micro_batches: int = 16, skew: float = 1.0
+) -> Rehearsal:
+    sizes = model.sizes
+    shapes = Shapes(
+        tokens=model.stream,
+        hidden=sizes.dim,
+        experts=sizes.experts,
+        top_k=sizes.top_k,
+        ep=model.layout.ep,
+        dispatcher=model.dispatcher,
+        skew=skew,
+    )
+    runs = runs or Software(implementation="megatron", graphs="none", ep_overlap=False)
+    costs = Costs(on, software.implementation(runs.implementation), runs, shapes, figures())
+    pipeline = Interleaved(chunks=model.layout.chunks, merged=bool(runs.ep_overlap))
+    return rehearse(
+        model.positions(),
+        costs,
+        steady=Steady.of(lambda count: pipeline.order(model.layout.pp, count), model.layout.pp, micro_batches),
+        micro_batches=micro_batches,
+        ep_overlap=bool(runs.ep_overlap),
+        offloads=False,
+    )
+
+
+def step(on: Cluster, **changes: Any) -> Told:
+    return told(rehearsed(on, **changes), Scale.of(fitted(), on, figures()))
+
+
+def with_launches(on: Cluster, us: float) -> Cluster:
+    return evolve(on, host_launch_us=Figure(value=us, estimated="for a test"))
+
+
+def halved(figure: Figure) -> Figure:
+    return evolve(figure, value=figure.value / 2)
+
+
+H100 = with_launches(cluster.read("h100"), 6.0)
+GPU = H100.gpu
+PLANTED = {
+    "a peak": (
+        evolve(H100, gpu=evolve(GPU, peak_tflops=evolve(GPU.peak_tflops, fp8=halved(GPU.peak_tflops.fp8)))),  # type: ignore[arg-type]
+        {"experts": 2.0},
+    ),
+    "the link between nodes": (
+        evolve(
+            H100,
+            links=evolve(H100.links, network=evolve(H100.links.network, gb_per_s=halved(H100.links.network.gb_per_s))),
+        ),
+        {"expert transfers": 2.0},
+    ),
+    "memory": (evolve(H100, gpu=evolve(GPU, memory_tb_per_s=halved(GPU.memory_tb_per_s))), {"memory passes": 2.0}),
+    "the launch cost": (with_launches(H100, 3.0), {"host launches": 0.5}),
+}
+MAY_MOVE = {
+    "a peak": {"experts", "products"},
+    "the link between nodes": {"expert transfers", "sums of gradients", "other transfers"},
+    "memory": {"memory passes", "optimizer", "products", "experts"},
+    "the launch cost": {"host launches"},
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_halves_in_a_cluster_moves_its_category_and_no_other(what: str) -> None:
+    changed, expected = PLANTED[what]
+    before = step(H100)
+    after = step(changed)
+    for name, seconds in before.categories.items():
+        ratio = after.categories[name] / seconds
+        if name in expected:
+            assert ratio == pytest.approx(expected[name], rel=0.02), name
+        elif name not in MAY_MOVE[what] and name != "pipeline bubble":  # bubbles are made of all of them
+            assert ratio == pytest.approx(1.0, rel=0.01), name
+    assert (after.step_s > before.step_s) is (what != "the launch cost")
+
+
+def test_more_of_anything_never_shortens_a_step() -> None:
+    scale = Scale.of(fitted(), H100, figures())
+    rehearsal = rehearsed(H100)
+    base = told(rehearsal, scale).step_s
+    for name in ("passes", "launches", "expert_transfers", "tensor_transfers", "gathers", "experts"):
+        more = {
+            key: evolve(spent, **{name: 1.1 * getattr(spent, name) + 1e-3}) for key, spent in rehearsal.spent.items()
+        }
+        assert told(evolve(rehearsal, spent=more), scale).step_s >= base, name
+    assert told(evolve(rehearsal, way=rehearsal.way + 1e-3), scale).step_s >= base
+    fewer_chunks = evolve(MODEL, layout=evolve(LAYOUT, chunks=4))
+    assert step(H100, model=fewer_chunks).bubble_s <= step(H100).bubble_s
+
+
+def test_graphs_take_launches_from_the_host_scope_by_scope() -> None:
+    steps = [
+        step(
+            cluster.read("gb300"),
+            runs=Software(implementation="megatron", graphs=graphs, ep_overlap=False),
+            model=evolve(MODEL, length=512),
+        )
+        for graphs in ("none", ("moe_router", "moe_preprocess"), ("attn", "moe_router", "moe_preprocess"), "full")
+    ]
+    launches = [each.categories.get("host launches", 0.0) for each in steps]
+    assert launches == sorted(launches, reverse=True)
+    assert launches[-1] == 0.0
+    assert steps[-1].step_s < steps[0].step_s
+
+
+def test_overlap_hides_no_more_than_what_it_runs_beside() -> None:
+    none = Software(implementation="megatron", graphs="full", ep_overlap=False)
+    both = evolve(none, ep_overlap=True)
+    hidden = step(H100, runs=none).exposed_s - step(H100, runs=both).exposed_s
+    assert hidden > 0
+    slow = evolve(
+        H100, links=evolve(H100.links, network=evolve(H100.links.network, gb_per_s=Figure(value=1.0, estimated="slow")))
+    )
+    told_slow = step(slow, runs=both)
+    assert told_slow.step_s > told_slow.categories["expert transfers"]
+
+
+def test_skewed_routing_is_slower_than_forced_balance_and_only_where_experts_are() -> None:
+    even, skewed = step(H100), step(H100, skew=1.5)
+    for name in ("experts", "expert transfers"):
+        assert skewed.categories[name] == pytest.approx(1.5 * even.categories[name], rel=0.01)
+    for name in ("products", "attention", "host launches"):
+        assert skewed.categories[name] == pytest.approx(even.categories[name])
+
+
+def test_bars_are_as_wide_as_the_errors_of_like_rows_and_name_what_is_far() -> None:
+    rows = likeness.held_out()
+    own = rows[0].inputs
+    found = likeness.bar(own, rows)
+    assert found.extrapolated == ()
+    assert likeness.LEAST <= found.percent < 40
+    far = evolve(own, cluster="mine", ep=4096)
+    told_far = likeness.bar(far, rows)
+    assert told_far.extrapolated == ("cluster", "ep")
+    assert told_far.percent > found.percent
+
+
+def test_at_most_seven_numbers_are_fitted_for_all_rows() -> None:
+    assert len(GLOBAL) <= 7
+    assert {field.name for field in attrs.fields(type(fitted()))} == {*GLOBAL, "software_2025", "stacks"}
+
+
+def test_held_out_rows_are_the_scored_ones() -> None:
+    scored = [row for row in read() if row.is_scored]
+    assert [row.inputs for row in likeness.held_out()] == [inputs_of(row) for row in scored]
+    assert all(row["why_not"] for row in read() if not row.is_scored)
+
+
+def test_a_row_is_predicted_from_its_fields_alone() -> None:
+    row = next(row for row in read() if row["id"] == "p144")
+    unseen = evolve(row, fields={**row.fields, "model": "mixtral-8x7b", "id": "new", "layout": "", "truth_tflops": ""})
+    predictor = Predictor.empty()
+    assert predictor.told(unseen, fitted()).step_s > 0
+    assert abs(predictor.tokens_per_s(row, fitted()) / row.tokens_per_s - 1) < 0.25
+
+
+def test_operations_a_token_in_closed_form_are_those_of_published_rows() -> None:
+    for row in {row["model_printed"] + row["stack"]: row for row in read() if row.is_scored}.values():
+        assert row.work.flops_per_token / 1e9 == pytest.approx(row.flops_per_token, rel=0.005), row["id"]
+        if row["tokens_per_s_per_gpu"]:
+            assert row.tokens_per_s == pytest.approx(float(row["tokens_per_s_per_gpu"]), rel=0.02), row["id"]
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(plan, [str(QUICKSTART), *args], standalone_mode=False)
+
+
+def test_a_plan_on_a_cluster_has_the_time_of_a_step() -> None:
+    data = json.loads(run("--cluster", "h100", "--json").output)
+    time = data["time"]
+    assert set(time) == KEYS
+    assert time["fits"] is True
+    assert "implementation" in time["extrapolated"]
+    assert time["tokens_per_s_per_gpu"] * time["flops_per_token"] / 1e12 == pytest.approx(time["model_tflops_per_gpu"])
+    shown = run("--cluster", "h100").output
+    assert "a step spends on" in shown
+    assert "tokens/s" in shown
+    as_megatron = json.loads(run("--cluster", "h100", "--as", "megatron", "--json").output)["time"]
+    assert as_megatron["step_time_s"] != time["step_time_s"]
+
+
+def test_software_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "runs.yaml"
+    file.write_text("implementation: megatron\ngraphs: [attn, moe_router]\nep_overlap: true\nfp8_attention: true\n")
+    assert software.read(str(file)) == Software(
+        implementation="megatron", graphs=("attn", "moe_router"), ep_overlap=True, fp8_attention=True
+    )
+    data = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)
+    assert data["ok"]
+    file.write_text("implementation: megatron\ngraphs: half\nfused: true\n")
+    wrong = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)
+    assert [problem["what"].split()[0] for problem in wrong["problems"]] == ["'fused'", "'half'"]
+
+
+def test_time_without_a_cluster_is_refused() -> None:
+    data = json.loads(run("--as", "megatron", "--json").output)
+    assert data["problems"][0]["fix"] == "Add --cluster NAME."
+
+
+def test_every_figure_of_time_has_a_source_or_says_how_it_was_estimated() -> None:
+    def all_figures(value: Any) -> list[Figure]:
+        if isinstance(value, Figure):
+            return [value]
+        if isinstance(value, Mapping):
+            return [each for item in value.values() for each in all_figures(item)]
+        return [each for field in attrs.fields(type(value)) for each in all_figures(getattr(value, field.name))]
+
+    found = all_figures(figures())
+    assert len(found) > 40
+    for figure in found:
+        assert ("https://" in figure.source) is not bool(figure.estimated), figure
+    assert software.names() == ["megatron", "moefw"]
+
+
+def test_a_node_of_a_cluster_is_a_power_of_two() -> None:
+    assert closed_form.node_of(cluster.read("gb200")) == 64
+    assert closed_form.node_of(cluster.read("h100")) == 8
