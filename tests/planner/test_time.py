@@ -21,7 +21,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.planner import Ledger, cluster, ledger
-from moefw.planner.cluster import Cluster
+from moefw.planner.cluster import Cluster, Links
 from moefw.planner.data_files import Figure
 from moefw.planner.time import likeness, software
 from moefw.planner.time.costs import Costs, Shapes, distinct, places_of_token
@@ -358,6 +358,17 @@ def test_software_is_a_file(tmp_path: Path) -> None:
 def test_time_without_a_cluster_is_refused() -> None:
     data = json.loads(run("--as", "megatron", "--json").output)
     assert data["problems"][0]["fix"] == "Add --cluster NAME."
+
+
+def test_a_cluster_that_lacks_figures_has_no_time_which_a_plan_says(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(cluster.written(evolve(cluster.read("h100"), links=Links())))
+    asked = [str(QUICKSTART), "--cluster", str(path)]
+    lacking = "the cluster has no links.node, links.network."
+    assert lacking in CliRunner().invoke(plan, asked).output
+    assert "time" not in json.loads(CliRunner().invoke(plan, [*asked, "--json"]).output)
+    (problem,) = json.loads(CliRunner().invoke(plan, [*asked, "--as", "megatron", "--json"]).output)["problems"]
+    assert "links.node, links.network, which time needs" in problem["what"]
 
 
 def test_every_figure_of_time_has_a_source_or_says_how_it_was_estimated() -> None:
