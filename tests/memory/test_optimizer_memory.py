@@ -145,7 +145,11 @@ def test_offload_changes_no_bit_of_muon(pool: RankPool, tmp_path: Path, memory: 
     assert differing(plain, run(pool, tmp_path / "moved", memory, layout, range(3), **MUON)) == []
 
 
-@pytest.mark.parametrize("memory", [[*DOWN, *BF16], *deep([], BF16, UP)], ids=["both", "plain", "bf16", "offload"])
+@pytest.mark.parametrize(
+    "memory",
+    [[*DOWN, *BF16], BITS, *deep([], BF16, UP, [*BITS, *UP])],
+    ids=["offloaded bf16", "8bit", "plain", "bf16", "offload", "offloaded 8bit"],
+)
 def test_muon_goes_on_bit_for_bit_in_any_layout(pool: RankPool, tmp_path: Path, memory: Memory) -> None:
     through = run(pool, tmp_path / "through", memory, "one rank", range(4), **MUON)
     legs = {"all sharded": range(2), "tp 2, etp 2": range(2, 3), "ep 2, sharded": range(3, 4)}
@@ -154,7 +158,8 @@ def test_muon_goes_on_bit_for_bit_in_any_layout(pool: RankPool, tmp_path: Path, 
     # PyTorch's AdamW rounds parts of a norm otherwise, which are shorter than a vector of the CPU.
     assert [name for name in differing(through, resumed) if "norm" not in name] == []
     states = {through[name].dtype for name in through if name.startswith("optimizer/momentum_buffer/")}
-    assert states == {torch.bfloat16 if BF16[0] in memory else torch.float32}
+    rounded = {"optimizer-bf16": torch.bfloat16, "optimizer-8bit": torch.uint8}
+    assert states == {next((rounded[each["use"]] for each in memory if each["use"] in rounded), torch.float32)}
 
 
 def test_states_are_rounded_to_nearest_where_a_run_goes_on_in_bf16_and_widened_back(

@@ -68,12 +68,17 @@ class Muon(OptimizerPlugin):
     """Weight decay of the head, the only tensor that decays under AdamW."""
 
     def offers(self, site: Site) -> Offers:
-        """Offer an elementwise update besides the rule, with all states in bf16, off the device, or both."""
-        return moefw.offers(update=("elementwise",), region=((OPTIMIZER, "bf16"), (OPTIMIZER, "offload")))
+        """Offer an elementwise update besides the rule, with all states in bf16 or in 8 bits, and off the device."""
+        regions = ((OPTIMIZER, "bf16"), (OPTIMIZER, "8bit"), (OPTIMIZER, "offload"))
+        return moefw.offers(update=("elementwise",), region=regions)
 
     def states(self) -> tuple[str, ...]:
         """Names of AdamW's moments."""
         return ("exp_avg", "exp_avg_sq")
+
+    def nonnegative_states(self) -> tuple[str, ...]:
+        """Name of AdamW's second moment."""
+        return ("exp_avg_sq",)
 
     def rule(self) -> moefw.MatrixRule:
         """Rule of matrices."""
