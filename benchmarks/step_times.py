@@ -14,9 +14,9 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import correlation, mean, median
 from typing import Final
 
 from attrs import asdict, evolve, frozen
@@ -107,22 +107,67 @@ class Summary:
         return " | ".join([*(f"{100 * each:.1f}" for each in shares), f"{100 * self.within_20:.0f} %"])
 
 
-def order_inside_models(rows: Sequence[Row], predictor: Predictor, of: Callable[[Row], float]) -> tuple[int, int]:
-    """Pairs of layouts of one model whose published values differ by more than 5 %, and those in the same order."""
+@frozen
+class Pair:
+    """Operations a second of a layout, or of a row: published, and predicted."""
+
+    published: float
+    predicted: float
+
+
+def layouts_of_models(rows: Sequence[Row], of: Callable[[Row], float]) -> Mapping[str, Sequence[Pair]]:
+    """Layouts of each model: means of their rows. ``of``: the predicted operations a second of a row."""
     layouts: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         layouts[row["model"], row.name].append(row)
-    found = [
-        (model, mean(row.tokens_per_s * row.flops_per_token for row in each), mean(map(of, each)))
-        for (model, _), each in layouts.items()
-    ]
+    found: dict[str, list[Pair]] = defaultdict(list)
+    for (model, _), each in layouts.items():
+        found[model].append(Pair(mean(row.tokens_per_s * row.flops_per_token for row in each), mean(map(of, each))))
+    return found
+
+
+def order_inside_models(models: Mapping[str, Sequence[Pair]]) -> tuple[int, int]:
+    """Pairs of layouts of one model whose published values differ by more than 5 %, and those in the same order."""
     pairs = in_order = 0
-    for number, (model, published, predicted) in enumerate(found):
-        for other_model, other_published, other_predicted in found[:number]:
-            if model == other_model and abs(published / other_published - 1) > APART:
+    for layouts in models.values():
+        for one, other in combinations(layouts, 2):
+            if abs(one.published / other.published - 1) > APART:
                 pairs += 1
-                in_order += (published > other_published) is (predicted > other_predicted)
+                in_order += (one.published > other.published) is (one.predicted > other.predicted)
     return pairs, in_order
+
+
+def rank_correlations(models: Mapping[str, Sequence[Pair]]) -> Mapping[str, float]:
+    """Spearman's coefficient of the layouts of each model that has three or more."""
+    found = {}
+    for model, layouts in models.items():
+        if len(layouts) > 2:
+            published = _ranks([pair.published for pair in layouts])
+            found[model] = correlation(published, _ranks([pair.predicted for pair in layouts]))
+    return found
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Place of each value in their order."""
+    order = sorted(values)
+    return [float(order.index(value)) for value in values]
+
+
+def regrets(rows: Sequence[Row], of: Callable[[Row], float]) -> Sequence[float]:
+    """By what share the row with the largest prediction is worse than the best published one.
+
+    Of each model, system and number of GPUs with several layouts.
+    """
+    choices: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        choices[row["model"], row["system"], row["gpus"]].append(row)
+    found = []
+    for each in choices.values():
+        if len({row.name for row in each}) > 1:
+            pairs = [Pair(row.tokens_per_s * row.flops_per_token, of(row)) for row in each]
+            chosen = max(pairs, key=lambda pair: pair.predicted)
+            found.append(1 - chosen.published / max(pair.published for pair in pairs))
+    return found
 
 
 def inputs_of(row: Row) -> Inputs:
@@ -150,16 +195,26 @@ def inputs_of(row: Row) -> Inputs:
     )
 
 
-def coverage(rows: Sequence[Row], found: Errors) -> float:
-    """Share of the votes of rows inside bars that were made without the rows of their model."""
+def errors_over_bars(rows: Sequence[Row], found: Errors) -> list[tuple[float, float]]:
+    """Error of each row as a share of its bar, made without the rows of its model, and the row's vote; in order."""
     held = [HeldOut(row.name, inputs_of(row), found[row["id"]]) for row in rows]
     names = [row.name for row in rows]
-    inside = 0.0
+    shares = []
     for row, own in zip(rows, held, strict=True):
         others = [other for other, each in zip(held, rows, strict=True) if each["model"] != row["model"]]
-        if 100 * abs(own.error) <= likeness.bar(own.inputs, others).percent:
-            inside += 1 / names.count(row.name)
-    return inside / len(set(names))
+        vote = 1 / names.count(row.name) / len(set(names))
+        shares.append((100 * abs(own.error) / likeness.bar(own.inputs, others).percent, vote))
+    return sorted(shares)
+
+
+def needed_width(shares: Sequence[tuple[float, float]]) -> float:
+    """Share of their width at which bars hold 80 % of votes, given :func:`errors_over_bars`."""
+    inside = 0.0
+    for share, vote in shares:
+        inside += vote
+        if inside >= 0.8:
+            return share
+    raise AssertionError("all votes together are more than 80 %")
 
 
 def write_numbers(numbers: Fitted) -> None:
@@ -256,11 +311,19 @@ class Page:
         def tflops(row: Row) -> float:
             return (1 + self.by_model[row["id"]]) * row.tokens_per_s * row.flops_per_token
 
-        pairs, in_order = order_inside_models(scored, self.predictor, tflops)
+        models = layouts_of_models(scored, tflops)
+        pairs, in_order = order_inside_models(models)
         yield f"\nOf {pairs} pairs of layouts of one model that differ by more than 5 %, {in_order} are in order"
         yield f"({100 * in_order / pairs:.0f} %), by numbers fitted without that model."
-        inside = coverage(scored, self.by_model)
+        ranks = ", ".join(f"{name} {value:.2f}" for name, value in sorted(rank_correlations(models).items()))
+        yield f"Rank correlation (Spearman) of the layouts of each model that has three: {ranks}."
+        worse = regrets(scored, tflops)
+        yield f"\nOf {len(worse)} choices among layouts of one model, system and number of GPUs, the predicted best is"
+        yield f"{100 * mean(worse):.1f} % worse than the published best on average, {100 * max(worse):.1f} % at most."
+        shares = errors_over_bars(scored, self.by_model)
+        inside = sum(vote for share, vote in shares if share <= 1)
         yield f"\n{100 * inside:.0f} % of layouts lie inside their 80 % bars, made of the errors of other models' rows."
+        yield f"Bars of {needed_width(shares):.2f} times their width would hold 80 %."
 
     def _ablation(self) -> Iterator[str]:
         yield "\n## What each input is worth\n"
