@@ -266,6 +266,18 @@ def test_graphs_take_launches_from_the_host_scope_by_scope() -> None:
     assert steps[-1].step_s < steps[0].step_s
 
 
+def test_graphs_never_make_a_step_longer_not_even_one_that_waits_for_links() -> None:
+    network = H100.links.network
+    assert network is not None
+    slow = evolve(network, gb_per_s=Figure(value=1.0, estimated="slow"))
+    for on in (H100, evolve(H100, links=evolve(H100.links, network=slow))):
+        none, full = (
+            step(on, runs=Software(implementation="megatron", graphs=graphs, ep_overlap=False))
+            for graphs in ("none", "full")
+        )
+        assert full.step_s <= none.step_s
+
+
 def test_overlap_hides_no_more_than_what_it_runs_beside() -> None:
     none = Software(implementation="megatron", graphs="full", ep_overlap=False)
     both = evolve(none, ep_overlap=True)

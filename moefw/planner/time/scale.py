@@ -85,7 +85,7 @@ class Scale:
     def device(self, spent: Spent) -> float:
         """Seconds of the GPU without transfers."""
         of_products = self.products * spent.products + self.attention * spent.attention + self.experts * spent.experts
-        return of_products + self.passes * spent.passes + self.gap_s * spent.graphed
+        return of_products + self.passes * spent.passes + self.gap_s * spent.kernels
 
     def exposed(self, spent: Spent, *, is_merged: bool) -> float:
         """Seconds of transfers that nothing hides."""

@@ -153,7 +153,7 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
         "experts": count * scale.experts * spent.experts,
         "attention": count * scale.attention * spent.attention,
         "memory passes": count * scale.passes * spent.passes,
-        "kernel gaps": count * scale.gap_s * spent.graphed,
+        "kernel gaps": count * scale.gap_s * spent.kernels,
         "expert transfers": count * scale.transfers * spent.expert_transfers,
         "other transfers": count * (spent.tensor_transfers + spent.gathers),
         "host launches": count * scale.host(spent),
