@@ -68,12 +68,12 @@ class Spent:
     send: float = 0.0
     launches: float = 0.0
     graphed: float = 0.0
+    wgrad: float = 0.0
 
     @property
     def kernels(self) -> float:
         """Kernels, launched by the host or by a graph: the GPU pauses between two of them in any case."""
         return self.launches + self.graphed
-    wgrad: float = 0.0
 
     def plus(self, other: Spent, times: float = 1.0) -> Spent:
         """Sum of this and ``times`` the other."""
