@@ -49,7 +49,7 @@ class TestPlugins:
         assert listed("keep")["options"] == {"regions": None}
 
     def test_nested_options_are_shown_as_they_are_written(self):
-        experts = {"ep": 1, "etp": 1, "order": ["edp", "ep", "etp"], "shard": 1}
+        experts = {"ep": 1, "etp": 1, "order": ["edp", "ep", "etp"], "shard": 1, "zero": 3}
         assert listed("folded")["options"]["experts"] == experts
 
     def test_lines_are_aligned_and_plain(self):

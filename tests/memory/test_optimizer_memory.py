@@ -261,7 +261,7 @@ def test_experts_cut_inside_blocks_are_refused_by_check() -> None:
             whole_model(2, parts=parts, plugins=(), sizes={"expert_dim": 64}).assemble()
         said = str(caught.value)
         assert "memory[0].block: " in said
-        assert "etp: 2 cuts the 64 columns of the experts' down projections into parts of 32." in said
+        assert "etp: 2, cuts the 64 columns of the experts' down projections into parts of 32." in said
         assert said.endswith(f"Use {fix}, or split columns over fewer ranks.")
     fits = {"memory": [{"use": "optimizer-8bit", "block": 32}], "parallel": parallel}
     whole_model(2, parts=fits, plugins=(), sizes={"expert_dim": 64}).assemble()

@@ -481,8 +481,9 @@ class AdapterSuite(Suite):
             fix = "Gradients of parameters without a shard are summed over the ranks: each must have its part."
             assert are_norms, f"{says} gradients of the norms {result.grad_norms}; {expected.grad_norms} on one. {fix}"
         for key, value in run.last.items():
+            # An optimizer that divides by the root of a mean of squares, as Adam, enlarges the last bits of a gradient.
             error = worst_error(value, alone.last[key])
-            assert error <= 1e-3, f"{name}: under {layout}, {key} is off by {error:.1e} after {STEPS} steps."
+            assert error <= 3e-3, f"{name}: under {layout}, {key} is off by {error:.1e} after {STEPS} steps."
 
     def _compare(
         self, results: Results, expected: Results, rtol: float, says: str, least: Mapping[str, float] | None = None

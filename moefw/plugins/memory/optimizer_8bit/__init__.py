@@ -47,8 +47,8 @@ class Optimizer8bit(OptimizerMemoryPolicyPlugin):
         if etp == 1 or columns % self.block == 0:
             return []
         what = (
-            f"blocks of {self.block} values have one scale, and etp: {etp} cuts the {site.dims.expert_dim} columns of "
-            f"the experts' down projections into parts of {columns}."
+            f"blocks of {self.block} values have one scale, and the layout, with etp: {etp}, cuts the "
+            f"{site.dims.expert_dim} columns of the experts' down projections into parts of {columns}."
         )
         return [moefw.Problem(what, fix_of_cuts([columns]), "block")]
 
