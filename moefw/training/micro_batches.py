@@ -93,7 +93,8 @@ def in_stages(
                 when_finished(parameters)
 
         once = 1 in zeros and len(batches) > 1
-        each = bool(zeros - {1}) or not once
+        # Nothing here may look through the modules of a model: it runs for each pass.
+        each = bool(zeros - {1} if once else zeros)
         player = Player(
             model,
             batches,
@@ -127,11 +128,10 @@ def _gathered(model: Any) -> AbstractContextManager[None]:
 
 
 def _reduce_pass(model: Any, *, with_root: bool = True) -> None:
-    """Reduce the gradients that the backward of a pass has left."""
-    if _is_sharded(model):
-        from moefw.runtime.parallel.sharding import reduce_pass
+    """Reduce the gradients that the backward of a pass has left, of a model that FSDP shards."""
+    from moefw.runtime.parallel.sharding import reduce_pass
 
-        reduce_pass(model, with_root=with_root)
+    reduce_pass(model, with_root=with_root)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Gradients of parameters that FSDP2 shards, which the micro-batches of a step add up unsharded, to be reduced once.
 
-FSDP2 holds such a gradient in a private record of its parameter. This file is the only one that knows the record.
+FSDP2 holds such a gradient in a private record of its parameter (:func:`moefw.runtime.parallel.zero.fsdp_params`).
 """
 
 from __future__ import annotations
