@@ -255,4 +255,7 @@ class OptimizerUnderPolicies(torch.optim.Optimizer):
 
 def blocks_of(optimizer: torch.optim.Optimizer) -> Mapping[str, int]:
     """Columns of a row that share a value of a state, by key. Other states have a value for each element."""
-    return optimizer.blocks if isinstance(optimizer, OptimizerUnderPolicies | RuledOptimizer) else {}
+    if isinstance(optimizer, RuledOptimizer):
+        of_rest = {} if optimizer.rest is None else blocks_of(optimizer.rest)
+        return {**of_rest, **optimizer.blocks}
+    return optimizer.blocks if isinstance(optimizer, OptimizerUnderPolicies) else {}

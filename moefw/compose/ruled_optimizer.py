@@ -63,7 +63,8 @@ class RuledOptimizer(torch.optim.Optimizer):
     """Optimizer whose last group holds the parameters that a rule updates, and the others those of ``rest``.
 
     ``rest`` None: there are no others. ``directions``: the states of the rule, under memory policies. States are stored
-    from before the first step, and ``blocks`` are, as in :class:`moefw.compose.optimizer.OptimizerUnderPolicies`.
+    from before the first step, as in :class:`moefw.compose.optimizer.OptimizerUnderPolicies`; ``blocks``: of those of
+    the rule.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class RuledOptimizer(torch.optim.Optimizer):
         groups = [] if rest is None else rest.param_groups
         of_rule = {"params": [each.parameter for each in ruled], "lr": lr}
         super().__init__([*groups, of_rule], {"lr": lr})
-        self._rest = rest
+        self.rest = rest
         self._ruled = ruled
         self._rule = rule
         self._directions = directions
         self._homes = homes
         self._seed = seed
-        self.blocks: dict[str, int] = dict(getattr(rest, "blocks", {}))
+        self.blocks: dict[str, int] = {}
         if rest is not None:
             self.state.update(rest.state)
         for each in ruled:
@@ -116,8 +117,8 @@ class RuledOptimizer(torch.optim.Optimizer):
                 rows, columns = box.whole
                 self._rule.apply(part, parts[box.name], lr=lr, shape=(rows, columns))
             self.state[each.parameter][STEP] += 1
-        if self._rest is not None:
-            self._rest.step()
+        if self.rest is not None:
+            self.rest.step()
 
     def _part(self, ruled: Ruled) -> StatePart:
         state = self.state[ruled.parameter]

@@ -12,6 +12,7 @@ from moefw.core.facts import Offers
 from moefw.core.plugin import OPTIMIZER, OptimizerPlugin
 from moefw.core.records import ParameterRole, TrainedParameters
 from moefw.core.site import Site
+from moefw.plugins.optimizers.torch_adamw import fused_adamw
 
 DECAYING: Final[tuple[ParameterRole, ...]] = ("matrix", "head")
 """The roles of the parameters that decay."""
@@ -46,18 +47,15 @@ class AdamW(OptimizerPlugin):
         return ("exp_avg_sq",)
 
     def build(self, parameters: TrainedParameters, lr: float) -> Any:
-        """Fused ``torch.optim.AdamW``; a group holds parameters of one mesh with the same decay."""
-        import torch
-
-        alike: dict[Any, list[Any]] = {}
-        for name, parameter in parameters.items():
-            decays = parameters.facts[name].role in DECAYING
-            alike.setdefault((decays, getattr(parameter, "device_mesh", None)), []).append(parameter)
-        groups = [
-            {"params": members, "weight_decay": self.weight_decay if decays else 0.0}
-            for (decays, _), members in alike.items()
-        ]
-        return torch.optim.AdamW(groups, lr=lr, betas=(self.beta1, self.beta2), eps=self.eps, fused=True)
+        """Fused ``torch.optim.AdamW``."""
+        return fused_adamw(
+            parameters,
+            lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            decaying=DECAYING,
+        )
 
 
 @moefw.hookimpl

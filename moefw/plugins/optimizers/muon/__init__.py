@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, lt, max_len, min_len
@@ -10,12 +10,12 @@ from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, lt, m
 import moefw
 from moefw.core.facts import Offers
 from moefw.core.plugin import OPTIMIZER, OptimizerPlugin
+from moefw.core.records import ParameterRole, TrainedParameters
 from moefw.core.site import Site
-
-if TYPE_CHECKING:
-    from moefw.core.records import TrainedParameters
+from moefw.plugins.optimizers.torch_adamw import fused_adamw
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+DECAYING_UNDER_ADAMW: Final[tuple[ParameterRole, ...]] = ("head",)
 
 
 @frozen(kw_only=True)
@@ -101,22 +101,15 @@ class Muon(OptimizerPlugin):
 
     def build(self, parameters: TrainedParameters, lr: float) -> Any:
         """Fused ``torch.optim.AdamW`` over all that the rule does not take."""
-        import torch
-
-        alike: dict[Any, list[Any]] = {}
-        for name, parameter in parameters.items():
-            decays = parameters.facts[name].role == "head"
-            alike.setdefault((decays, getattr(parameter, "device_mesh", None)), []).append(parameter)
-        groups = [
-            {
-                "params": members,
-                "lr_factor": self.adamw_lr,
-                "weight_decay": self.adamw_weight_decay if decays else 0.0,
-            }
-            for (decays, _), members in alike.items()
-        ]
-        betas = (self.adamw_beta1, self.adamw_beta2)
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=self.adamw_eps, fused=True)
+        return fused_adamw(
+            parameters,
+            lr,
+            betas=(self.adamw_beta1, self.adamw_beta2),
+            eps=self.adamw_eps,
+            weight_decay=self.adamw_weight_decay,
+            decaying=DECAYING_UNDER_ADAMW,
+            lr_factor=self.adamw_lr,
+        )
 
 
 @moefw.hookimpl
