@@ -249,7 +249,7 @@ class Costs:
         held = graphs if isinstance(graphs, tuple) else ()
         graphed = 0.0
         if any(work.region in self.implementation.graph_scopes.get(scope, ()) for scope in held):
-            graphed, number = number, 0.2  # a graph holds about five regions
+            graphed, number = number, 1 / self.figures.graph_regions.value
         if "moe_preprocess" in held:
             graphed, preprocess = graphed + preprocess, 1.0
         return number + preprocess, graphed

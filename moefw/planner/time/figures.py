@@ -51,8 +51,9 @@ class Figures:
 
     ``summed_half``: the width over which a product sums that halves its share.
 
-    ``gap_us``: between two kernels of a CUDA graph. ``tensor_parallel_exposed``: share of the time of transfers inside
-    of layers that nothing hides. ``meeting``: host and device together take the root of this order of the sum of their
+    ``gap_us``: between two kernels. ``graph_regions``: those that a graph of a scope holds.
+    ``tensor_parallel_exposed``, ``sums_exposed``: shares of the time of transfers inside of layers, and of sums of
+    gradients, that nothing hides. ``meeting``: host and device together take the root of this order of the sum of their
     powers. ``offload_times``: the time of a step with activations in host memory beside one without.
     """
 
@@ -66,7 +67,9 @@ class Figures:
     gap_us: Figure
     host_launch_us: Figure
     transfers: Transfers
+    graph_regions: Figure
     tensor_parallel_exposed: Figure
+    sums_exposed: Figure
     meeting: Figure
     offload_times: Figure
 

@@ -62,6 +62,8 @@ class Scale:
     """Share of other transfers inside of layers that nothing hides."""
     merged: float
     meeting: float
+    sums: float
+    """Share of sums of gradients that no backward hides."""
 
     @classmethod
     def of(cls, numbers: Fitted, cluster: Cluster, figures: Figures) -> Scale:
@@ -80,6 +82,7 @@ class Scale:
             tensor=figures.tensor_parallel_exposed.value,
             merged=numbers.merged,
             meeting=figures.meeting.value,
+            sums=figures.sums_exposed.value,
         )
 
     def device(self, spent: Spent) -> float:

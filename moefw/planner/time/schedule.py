@@ -18,6 +18,10 @@ ROUNDS: Final = 2
 """Multiples of a pipeline's positions after which each further micro-batch takes as long as the last."""
 
 
+Key = tuple[int, tuple[tuple[str, int], ...]]
+"""A position, and the kind and stage of each pass that runs there at a time: what durations depend on."""
+
+
 @frozen
 class Node:
     """A pass or a pair: of which ``kind`` it is, and the nodes before it, with whether there is way between."""
@@ -28,9 +32,9 @@ class Node:
 
 @frozen
 class Played:
-    """An order as a graph. ``kinds``: what durations depend on: position, and kind and stage of each pass."""
+    """An order as a graph. ``kinds``: those of its nodes."""
 
-    kinds: tuple[tuple[int, tuple[tuple[str, int], ...]], ...]
+    kinds: tuple[Key, ...]
     nodes: tuple[Node, ...]
     positions: int
 
@@ -109,7 +113,7 @@ class Steady:
         return cls(shorter, longer, between=positions, further=micro_batches - few)
 
     @cached_property
-    def kinds(self) -> tuple[tuple[int, tuple[tuple[str, int], ...]], ...]:
+    def kinds(self) -> tuple[Key, ...]:
         """Kinds of all passes."""
         return tuple(dict.fromkeys([*self.shorter.kinds, *(self.longer.kinds if self.longer else ())]))
 

@@ -10,7 +10,7 @@ from attrs import frozen
 from moefw.planner.report import Position, Work
 from moefw.planner.time.costs import OUTSIDE, Costs, Spent, total
 from moefw.planner.time.scale import Scale
-from moefw.planner.time.schedule import Steady
+from moefw.planner.time.schedule import Key, Steady
 
 BACKWARD: Final = ("backward", "recompute")
 
@@ -47,10 +47,6 @@ class Passes:
         """Sum of a micro-batch."""
         layers = self.forward.plus(self.backward)
         return layers.plus(self.outside_forward).plus(self.outside_backward)
-
-
-Key = tuple[int, tuple[tuple[str, int], ...]]
-"""A position, and the kind and stage of each pass that runs there at a time."""
 
 
 @frozen(kw_only=True)
@@ -143,7 +139,7 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     busiest = max(range(len(busy)), key=busy.__getitem__)
     spent = work[busiest]
     backward = scale.device(rehearsal.passes[busiest].backward)
-    sums = max(rehearsal.sums_s - backward, 0.05 * rehearsal.sums_s)
+    sums = max(rehearsal.sums_s - backward, scale.sums * rehearsal.sums_s)
     once = scale.passes * rehearsal.once_s
     bubble = max(0.0, played - count * sum(busy) / len(busy))
     exposed = count * scale.exposed(spent, is_merged=merged)
