@@ -204,12 +204,12 @@ def _told(data: Any) -> Any:
     return told
 
 
-def with_gpu(device_name: str) -> Iterator[Cluster]:
-    """Yield the clusters with GPUs that PyTorch calls so: those that moefw has, then the user's own.
+def with_gpu(device_name: str) -> Iterator[tuple[str, Cluster]]:
+    """Yield the clusters, with their names, whose GPUs PyTorch calls so: those that moefw has, then the user's own.
 
     Raises SpecError for a file of the user's own that cannot be read.
     """
     for name in [*names(), *own_names()]:
         cluster = read(name)
         if device_name in cluster.gpu.names:
-            yield cluster
+            yield name, cluster

@@ -64,7 +64,7 @@ class ModelFlops:
     def _peak_of(self, dtype: str) -> float | None:
         """Peak of products of a dtype, of the first cluster that has one; None if none has."""
         try:
-            peaks = (cluster.peak_tflops(dtype) for cluster in with_gpu(self._name))
+            peaks = (cluster.peak_tflops(dtype) for _, cluster in with_gpu(self._name))
             return next((peak for peak in peaks if peak is not None), None)
         except SpecError as error:  # of a file of the user's own: a run does not end for it
             warnings.warn(f"the run has no mfu, as a cluster cannot be read: {error}", stacklevel=2)

@@ -34,6 +34,7 @@ def facts(session: Session, parameters: Parameters) -> dict[str, Any]:
             "host": socket.gethostname(),
             "device": session.device.type,
             "name": device_name(session.device),
+            "computes_on": computing_name(session.device),
             "cores": len(os.sched_getaffinity(0)),
         },
         "jobs": job_names(),

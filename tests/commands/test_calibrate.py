@@ -49,7 +49,7 @@ def test_it_writes_a_cluster_that_commands_know_by_name(tmp_path: Path) -> None:
     assert all(line.startswith(f"[{number}/8] ") and "A/A spread" in line for number, line in enumerate(lines, 1))
     measured = cluster.read(THIS_MACHINE)
     assert measured.gpu.names == (computing_name(torch.device("cpu")),)
-    assert [*cluster.with_gpu(measured.gpu.names[0])] == [measured]
+    assert [*cluster.with_gpu(measured.gpu.names[0])] == [(THIS_MACHINE, measured)]
     assert measured.links == cluster.Links()
     assert measured.gpu.board_power_w is None
     assert "4 repeats, A/A spread" in measured.gpu.memory_tb_per_s.source

@@ -86,7 +86,7 @@ def test_clusters_of_ones_own_have_names_too_but_no_published_one_changes() -> N
     assert cluster.own_names() == ["laptop"]
     assert cluster.read("laptop") == MINE
     assert cluster.read("h100") != MINE
-    assert [*cluster.with_gpu("a processor, 1 thread")] == [MINE]
+    assert [*cluster.with_gpu("a processor, 1 thread")] == [("laptop", MINE)]
     with pytest.raises(SpecError, match="Did you mean 'laptop'"):
         cluster.read("laptp")
 

@@ -146,7 +146,13 @@ def _events(
 ) -> list[dict[str, Any]]:
     start = {
         "versions": {"moefw": "0.1.0", "python": "3.11.2", "torch": "2.13.0"},
-        "machine": {"host": "node-1", "device": "cpu", "cpu": "a processor", "cores": 2},
+        "machine": {
+            "host": "node-1",
+            "device": "cpu",
+            "name": "a processor",
+            "computes_on": "a processor, 1 thread",
+            "cores": 2,
+        },
         "ranks": RANKS,
         "layout": {"pp": 2, "ep": 2},
         "parameters": 8_100_000,

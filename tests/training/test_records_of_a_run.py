@@ -79,6 +79,7 @@ def test_the_start_says_what_runs_where(run: Path) -> None:
     assert start["versions"].keys() >= {"moefw", "python", "torch"}
     assert start["machine"]["device"] == "cpu"
     assert start["machine"]["cores"] >= 1
+    assert start["machine"]["computes_on"].startswith(start["machine"]["name"])
     assert (start["ranks"], start["layout"]) == (1, {})
     assert (start["moe_layers"], start["experts"], start["top_k"], start["tokens_per_step"]) == ([0], 4, 2, 512)
 
