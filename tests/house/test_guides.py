@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import re
 import shlex
@@ -70,6 +71,16 @@ class Reader:
         exit_code = 0
         if shown and (found := re.fullmatch(r"\(exit (\d)\)", shown[-1])):
             exit_code, shown = int(found[1]), shown[:-1]
+        done = self.done(command)
+        said = done.stdout + done.stderr
+        assert done.returncode == exit_code, f"{command}\n{said}"
+        lines = iter(said.splitlines())
+        for line in shown:
+            pattern = line.replace("[", "[[]").replace("...", "*")
+            assert line == "..." or any(fnmatch.fnmatchcase(said, pattern) for said in lines), f"{line}\n{said}"
+
+    def done(self, command: str) -> subprocess.CompletedProcess[str]:
+        """A command that has ended."""
         path = os.pathsep.join(map(str, (Path(sys.executable).parent, os.environ["PATH"])))
         modules = os.pathsep.join([str(self.site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         env = {
@@ -80,15 +91,8 @@ class Reader:
         }
         words = shlex.split(command)
         if words[0] in ("moefw", "pytest"):
-            done = copies.run(*words, cwd=self.folder, env=env)
-        else:
-            done = subprocess.run(["bash", "-c", command], cwd=self.folder, env=env, capture_output=True, text=True)
-        said = done.stdout + done.stderr
-        assert done.returncode == exit_code, f"{command}\n{said}"
-        lines = iter(said.splitlines())
-        for line in shown:
-            pattern = line.replace("[", "[[]").replace("...", "*")
-            assert line == "..." or any(fnmatch.fnmatchcase(said, pattern) for said in lines), f"{line}\n{said}"
+            return copies.run(*words, cwd=self.folder, env=env)
+        return subprocess.run(["bash", "-c", command], cwd=self.folder, env=env, capture_output=True, text=True)
 
     def install(self) -> None:
         project = tomllib.loads((self.folder / "pyproject.toml").read_text())["project"]
@@ -144,6 +148,17 @@ def test_the_guide_of_a_calibration_measures_this_machine(tmp_path: Path, monkey
     assert node.gpus is not None
     assert node.gpus.value == 2
     assert "2 ranks at once" in measured.about
+
+
+@pytest.mark.deep
+def test_the_guide_of_tuning_ends_with_a_step_that_is_a_sixth_faster(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    reader = Reader(tmp_path / "work", tmp_path / "site", "")
+    guide = (GUIDES / "tune-by-bottleneck.md").read_text()
+    reader.follow(guide)
+    plans = [command for text in re.findall(r"```console\n(.*?)```", guide, re.DOTALL) for command, _ in commands(text)]
+    first, last = (json.loads(reader.done(f"{plans[place]} --json").stdout)["time"] for place in (0, 3))
+    assert last["tokens_per_s_per_gpu"] > 7 / 6 * first["tokens_per_s_per_gpu"]
 
 
 def test_a_guide_links_to_what_is_there() -> None:
