@@ -58,6 +58,12 @@ def test_grouped_experts_save_rows_pre_activation_and_weights() -> None:
     assert of_experts(plain(), 1) == x + h + weights + ends
 
 
+def test_latent_attention_saves_queries_keys_values_and_output_at_their_true_widths() -> None:
+    latent = {"use": "mla", "num_heads": HEADS, "q_rank": 16, "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
+    core = without_values(spec(attention=latent)).by_region(1)["core_attn"]
+    assert core == TOKENS * HEADS * (2 * (8 + 4) + 2 * 6 + 1) * FP32
+
+
 def test_adamw_holds_two_moments_and_a_step_for_each_parameter() -> None:
     held = plain().held
     parameters = held["parameters"]

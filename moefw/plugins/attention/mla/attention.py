@@ -97,7 +97,9 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
     def _mla_up_proj(self, q_T: Tensor, kv_T: Tensor, table: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys ``(B, heads, S, nope_dim + rope_dim)``, and values ``(B, heads, S, v_dim)``."""
         q = self._queries(q_T, table, batch)
-        return q, *self._keys_and_values(self._latents(kv_T, table, batch), batch.rows)
+        k, v = self._keys_and_values(self._latents(kv_T, table, batch), batch.rows)
+        # A view would hold the product's keys until backward, beside those that are saved with their rotated part.
+        return q, k, v.contiguous()
 
     def _queries(self, q_T: Tensor, table: Table, batch: Batch) -> Tensor:
         """Queries ``(B, heads, S, nope_dim + rope_dim)``."""
