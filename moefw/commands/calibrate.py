@@ -107,23 +107,30 @@ def _options(
 
 def _calibrated(options: _Options, place: Place) -> None:
     """Measure on this rank, and write the file on the first one. Collective."""
+    import torch
     import torch.distributed as dist
 
     from moefw.planner.calibration.alone import ON_A_CPU, ON_A_GPU, measurements
     from moefw.planner.calibration.links import LINKS, groups_of, link_measurements, opened
     from moefw.planner.calibration.ranks import measured
     from moefw.runtime.communication.agreement import everywhere
+    from moefw.training.host_costs import host_measurements
     from moefw.training.session import device_of, joined
+    from moefw.training.world import threads_of_a_rank
 
     device = device_of(options.device, place)
     sizes = ON_A_CPU if options.device == "cpu" else ON_A_GPU
-    with joined(device, place, timeout_s=RunSpec().timeout_s):
+    torch.set_num_threads(threads_of_a_rank(place.local_world))
+    with (
+        host_measurements(device, options.repeats) as of_host,
+        joined(device, place, timeout_s=RunSpec().timeout_s),
+    ):
         world = dist.group.WORLD if place.world > 1 else None
         _agree(options, world)
         hosts = everywhere(socket.gethostname(), world)
         groups = [groups_of(rank, hosts) for rank in range(place.world)]
         of_links = opened(groups, place.rank) if world is not None else {}
-        planned = [*measurements(device, sizes, options.repeats)]
+        planned = [*measurements(device, sizes, options.repeats), *of_host]
         for link in LINKS:
             if link in of_links:
                 nbytes = MESSAGE_BYTES[options.device]
@@ -173,11 +180,12 @@ def _cluster(
         memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else usable_bytes() // here,
         cores=max(1, usable_cores() // here),
         board_power_w=_board_power_w(device) if on_gpu else None,
+        threads=None if on_gpu else torch.get_num_threads(),
         ranks={group.link: len(group.ranks) for group in groups},
     )
-    shapes = (ON_A_GPU if on_gpu else ON_A_CPU).shapes
+    sizes = ON_A_GPU if on_gpu else ON_A_CPU
     today = datetime.date.today().isoformat()
-    return cluster_of(readings, around, shapes=shapes, version=moefw.__version__, date=today)
+    return cluster_of(readings, around, sizes=sizes, version=moefw.__version__, date=today)
 
 
 def _board_power_w(device: torch.device) -> float | None:

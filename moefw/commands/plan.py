@@ -30,6 +30,8 @@ GIB = 2**30
 MIB = 2**20
 TERA = 10**12
 GIGA = 10**9
+WHOLE = 10
+"""TFLOPS from which on they are told without decimals: a CPU has less than one."""
 PHASES = {
     "forward": "forward",
     "recompute": "recompute",
@@ -121,10 +123,10 @@ def plan(
         with waiting("running a step of a rank on tensors without memory"):
             planned = ledger(assembly, cache=cache_dir() / PLANS)
             time = None
-            missing = [] if gpus is None else lacks(gpus)
+            missing = [] if gpus is None else lacks(gpus, planned)
             if missing and (runs_as is not None or skew != 1.0):
                 what = f"--as and --skew: the cluster {cluster} has no {', '.join(missing)}, which time needs."
-                raise SpecError(what, "Name a cluster of GPUs in nodes.")
+                raise SpecError(what, "Name a cluster that has it, or calibrate this machine again.")
             if gpus is not None and cluster is not None and not planned.unknown and not missing:
                 time = forecast(assembly, planned, gpus, Path(cluster).stem, runs, skew=skew)
             if tokens is not None and tokens_per_s_per_gpu is None:
@@ -176,10 +178,12 @@ def _show_time(time: Forecast) -> None:
     click.echo()
     head = ("a step spends on", "seconds", "% of it; what runs side by side counts twice")
     print_table(Console(markup=False, highlight=False), head, rows)
+    asked = time.model_tflops_per_gpu
+    tflops = f"{asked:.0f}" if asked >= WHOLE else f"{asked:.3g}"
     mfu = "" if time.mfu is None else f", an MFU of {100 * time.mfu:.1f} %"
     click.echo(
         f"\na step takes {step:.4g} s, give or take {time.bar.percent:.0f} %: "
-        f"{time.tokens_per_s_per_gpu:.0f} tokens/s and {time.model_tflops_per_gpu:.0f} TFLOPS a GPU{mfu}"
+        f"{time.tokens_per_s_per_gpu:.0f} tokens/s and {tflops} TFLOPS a GPU{mfu}"
     )
     click.echo(
         f"{time.told.bound_by} take longest; exposed communication {100 * time.told.exposed_s / step:.1f} %, "

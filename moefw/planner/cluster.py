@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from attrs import field, frozen
-from attrs.validators import gt, min_len
+from attrs.validators import gt, in_, min_len
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
@@ -63,11 +63,45 @@ class Product:
 
 
 @frozen(kw_only=True)
-class Elementwise:
-    """TB/s that an operator on each value reads and writes, which allocates its result as training does, by format."""
+class Attention:
+    """Measured attention of ``heads`` of ``width``, causal, over sequences of ``keys`` tokens; ``sequences`` of them.
 
-    fp32: Figure | None = None
-    bf16: Figure | None = None
+    TFLOPS of the scores that the mask shows, as plans count them: two products in forward, five in backward.
+    """
+
+    format: str = field(validator=in_(("fp32", "bf16")))
+    sequences: int = field(validator=gt(0))
+    heads: int = field(validator=gt(0))
+    keys: int = field(validator=gt(0))
+    width: int = field(validator=gt(0))
+    forward_tflops: Figure
+    backward_tflops: Figure
+
+    @property
+    def scores(self) -> int:
+        """Scores that the mask shows."""
+        return self.sequences * self.heads * self.keys * (self.keys + 1) // 2
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations of forward: scores, and values weighted by them."""
+        return 2 * 2 * self.width * self.scores
+
+    @property
+    def backward_flops(self) -> int:
+        """Operations of backward: the scores once more, and the gradients of both products."""
+        return 5 * 2 * self.width * self.scores
+
+
+@frozen(kw_only=True)
+class Pass:
+    """TB/s of operators that each read and write ``nbytes``, in the mixture that layers have.
+
+    Their results are allocated, as in training.
+    """
+
+    nbytes: int = field(validator=gt(0))
+    tb_per_s: Figure
 
 
 @frozen(kw_only=True)
@@ -75,7 +109,8 @@ class Gpu:
     """A GPU. ``names``: what PyTorch calls it; of a rank on a CPU, the processor and the rank's threads.
 
     ``memory_gib``: what a process can allocate, and the driver holds. ``memory_tb_per_s``: read and written by a copy.
-    ``board_power_w``: None on a CPU. ``products`` and ``elementwise_tb_per_s`` are known where they were measured.
+    ``board_power_w``: None on a CPU. ``threads``: those of a rank on a CPU, which has no host beside it; None: it is a
+    GPU. ``products``, ``attention`` and ``passes`` are known where they were measured.
     """
 
     names: tuple[str, ...] = field(validator=min_len(1))
@@ -83,8 +118,10 @@ class Gpu:
     memory_gib: Figure
     memory_tb_per_s: Figure
     board_power_w: Figure | None = None
-    elementwise_tb_per_s: Elementwise | None = None
+    threads: Figure | None = None
     products: tuple[Product, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    passes: tuple[Pass, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -102,6 +139,7 @@ class Collectives:
     all_to_all: Collective | None = None
     all_gather: Collective | None = None
     reduce_scatter: Collective | None = None
+    all_reduce: Collective | None = None
 
 
 @frozen(kw_only=True)
@@ -139,9 +177,18 @@ class Cluster:
     """Microseconds of the host for an operator that autograd records."""
     host_backward_us: Figure | None = None
     """Microseconds of the host for an operator of backward, with the node of autograd that calls it."""
+    host_layer_us: Figure | None = None
+    """Microseconds of the host for an operator in the layers of a model, with all Python around it."""
+    host_step_us: Figure | None = None
+    """Microseconds of the host for a step of a model with few layers, without its passes."""
     host_cores: Figure | None = None
     """Cores of the host for each GPU."""
     usd_per_gpu_hour: Figure | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether what a GPU does in a second was measured, as a calibration does."""
+        return bool(self.gpu.products)
 
     def peak_tflops(self, dtype: str) -> float | None:
         """Peak of products of operands of a dtype, by PyTorch's name; None: there is none."""

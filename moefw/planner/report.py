@@ -131,6 +131,12 @@ class Work:
     operators: int
     nbytes: int
 
+    @property
+    def launches(self) -> int:
+        """All operators, products and transfers among them."""
+        products = sum(product.times for product in self.products)
+        return self.operators + products + sum(transfer.times for transfer in self.transfers)
+
 
 def model_flops(work: Iterable[Work]) -> int:
     """Operations that the model asks for in a micro-batch, as MFU counts them: products, but none twice and no router.

@@ -15,18 +15,22 @@ from command_line import Said, say
 from moefw.commands import calibrate
 from moefw.planner import cluster
 from moefw.planner.calibration import alone
-from moefw.planner.calibration.alone import Shape, Sizes
+from moefw.planner.calibration.alone import Heads, Shape, Sizes
 from moefw.planner.calibration.links import Group
 from moefw.planner.calibration.ranks import Readings
 from moefw.planner.calibration.readings import Reading
 from moefw.planner.cluster import THIS_MACHINE
+from moefw.training import host_costs
 from moefw.training.run_facts import computing_name
 from moefw.training.world import Place
 from small_spec import small_spec
 
 COPIED = "copy in memory"
 READING = Reading(value=2.0, spread=0.01, repeats=20)
-SMALL = Sizes(shapes=(Shape(rows=8, columns=4, depth=16),), copied=4096, operand=1024, operators=10)
+HEADS = Heads(sequences=1, heads=1, keys=4, width=8)
+SMALL = Sizes(
+    shapes=(Shape(rows=8, columns=4, depth=16),), heads=(HEADS,), spread=0, copied=4096, operands=(1024,), operators=10
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +38,7 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let little be measured on a CPU, and the user's own clusters be in an empty folder."""
     monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(alone, "ON_A_CPU", SMALL)
+    monkeypatch.setattr(host_costs, "GEMMS", ("loop",))
 
 
 def calibrated(*arguments: object) -> Said:
@@ -44,14 +49,16 @@ def test_it_writes_a_cluster_that_commands_know_by_name(tmp_path: Path) -> None:
     said = calibrated()
     path = tmp_path / "cache" / "clusters" / "this-machine.yaml"
     assert (said.code, said.out) == (0, f"wrote {path}: moefw plan SPEC --cluster this-machine\n")
-    lines = said.err.splitlines()[:8]
-    assert lines[0].startswith("[1/8] products of fp32, 8 x 4 x 16: ")
-    assert all(line.startswith(f"[{number}/8] ") and "A/A spread" in line for number, line in enumerate(lines, 1))
+    lines = said.err.splitlines()[:13]
+    assert lines[0].startswith("[1/13] products of fp32, 8 x 4 x 16: ")
+    assert all(line.startswith(f"[{number}/13] ") and "A/A spread" in line for number, line in enumerate(lines, 1))
     measured = cluster.read(THIS_MACHINE)
     assert measured.gpu.names == (computing_name(torch.device("cpu")),)
     assert [*cluster.with_gpu(measured.gpu.names[0])] == [(THIS_MACHINE, measured)]
     assert measured.links == cluster.Links()
     assert measured.gpu.board_power_w is None
+    assert measured.gpu.threads is not None
+    assert measured.gpu.threads.value == torch.get_num_threads()
     assert "4 repeats, A/A spread" in measured.gpu.memory_tb_per_s.source
     planned = say("plan", small_spec(tmp_path), "--cluster", THIS_MACHINE)
     assert "a GPU of this-machine has" in planned.out
@@ -73,7 +80,7 @@ def test_what_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     said = calibrated("--output", tmp_path / "mine.yaml")
     assert said.code == 0
     reason = "rank 0: no multiplication here"
-    assert f"[6/8] an operator: failed: {reason}\n" in said.err
+    assert f"[9/13] an operator: failed: {reason}\n" in said.err
     assert f"left out: an operator could not be measured: {reason}\n" in said.err
     assert cluster.read(str(tmp_path / "mine.yaml")).host_launch_us is None
     monkeypatch.setattr(alone, "_copy", lacks)
@@ -97,7 +104,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
         said = calibrated("--output", path)
         assert (said.code, said.out) == (2, "")
         assert says in said.err
-        assert "[1/8]" not in said.err
+        assert "[1/13]" not in said.err
 
 
 def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefw.core.errors import RunError
 from moefw.planner.calibration import alone, links, readings
-from moefw.planner.calibration.alone import BACKWARD, COPY, FORWARD, LAUNCH, Measurement, Shape, Sizes, measurements
+from moefw.planner.calibration.alone import (
+    BACKWARD,
+    COPY,
+    FORWARD,
+    LAUNCH,
+    LAYER,
+    STEP,
+    Heads,
+    Measurement,
+    Shape,
+    Sizes,
+    measurements,
+)
 from moefw.planner.calibration.clocks import GpuClock, HostClock, calls_of_a_repeat
 from moefw.planner.calibration.links import groups_of, link_measurements, opened
 from moefw.planner.calibration.ranks import Readings, measured
@@ -28,7 +41,9 @@ from moefw.testing.pool import RankPool
 CPU = torch.device("cpu")
 EVENT = torch.cuda.Event
 SHAPES = (Shape(rows=8, columns=4, depth=16), Shape(rows=2, columns=3, depth=5))
-SIZES = Sizes(shapes=SHAPES, copied=4096, operand=1024, operators=10)
+HEADS = Heads(sequences=2, heads=3, keys=5, width=8)
+SIZES = Sizes(shapes=SHAPES, heads=(HEADS,), spread=0, copied=4096, operands=(4096,), operators=10)
+ATTENTION = "2 x 3 heads of 8, 5 tokens"
 
 
 def test_a_reading_is_the_median_of_its_repeats_and_says_how_much_its_halves_differ() -> None:
@@ -117,11 +132,15 @@ def test_figures_are_what_was_computed_over_the_time_that_it_took() -> None:
     for format in ("fp32", "bf16"):
         assert value[f"products of {format}, 8 x 4 x 16"] == pytest.approx(2 * 8 * 4 * 16 / 1e12)
         assert value[f"products of {format}, 2 x 3 x 5"] == pytest.approx(2 * 2 * 3 * 5 / 1e12)
-        assert value[f"multiplication of values of {format}"] == pytest.approx(3 * 1024 / 1e12)
+        scores = 2 * 3 * 5 * 6 // 2
+        for phase, products in (("forward", 2), ("backward", 5)):
+            flops = products * 2 * 8 * scores
+            assert value[f"attention of {format}, {phase}, {ATTENTION}"] == pytest.approx(flops / 1e12)
+    assert value["passes over 4 KiB"] == pytest.approx(9.5 * 4096 / 1e12)
     assert value[COPY] == pytest.approx(2 * 4096 / 1e12)
     assert value[LAUNCH] == value[FORWARD] == pytest.approx(1e6)
     assert value[BACKWARD] == pytest.approx(1e6 / 10)  # all ten in one call
-    assert len(value) == 10
+    assert len(value) == 13
 
 
 # Each measurement calls twice for the number of calls, and then five times as many.
@@ -133,12 +152,37 @@ def test_what_is_computed_is_what_the_name_says() -> None:
     of = {name: seen for name, (_, seen) in read_on_a_cpu().items()}
     for format, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         assert of[f"products of {format}, 8 x 4 x 16"]["mm", (8, 16), (16, 4), dtype] == CALLS
-        values = 1024 // dtype.itemsize
-        assert of[f"multiplication of values of {format}"]["mul", (values,), (values,), dtype] == CALLS
+        query = ((2, 3, 5, 8),) * 3
+        attention = of[f"attention of {format}, forward, {ATTENTION}"]
+        assert attention["_scaled_dot_product_flash_attention_for_cpu", *query, dtype] == CALLS + 1  # one for backward
+        backward = of[f"attention of {format}, backward, {ATTENTION}"]
+        name = "_scaled_dot_product_flash_attention_for_cpu_backward"
+        assert sum(times for (operator, *_), times in backward.items() if operator == name) == CALLS
+    rows = ((4, 256), torch.float32)
+    passes = of["passes over 4 KiB"]
+    assert passes["mul", (4, 256), *rows] == passes["silu", *rows] == passes["_to_copy", *rows] == CALLS
+    assert passes["sum", *rows] == CALLS
     assert of[COPY]["copy_", (1024,), (1024,), torch.float32] == CALLS
     few = ("mul", (16,), (16,), torch.float32)
     assert of[LAUNCH][few] == of[FORWARD][few] == 5 * 10
     assert of[BACKWARD][few] == 2 * 5 * 10  # as many again in backward
+
+
+@pytest.mark.usefixtures("a_second_each")
+def test_calls_of_a_product_take_operands_in_turn_that_lie_apart() -> None:
+    """Weights of a layer come from memory, which other work has passed over since their last use."""
+    operands = set()
+
+    class Addresses(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is torch.ops.aten.mm:
+                operands.add(args[0].data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    sizes = evolve(SIZES, shapes=SHAPES[:1], spread=3 * SHAPES[0].nbytes)
+    with Addresses():
+        next(measurements(CPU, sizes, 4)).read()
+    assert len(operands) == 3
 
 
 def test_a_repeat_has_calls_until_it_is_long_enough() -> None:
@@ -265,7 +309,13 @@ def sent_and_counted(hosts: Sequence[str]) -> dict[str, tuple[float, int]]:
 @pytest.mark.parametrize("hosts", ["aaa", "aabb"])
 def test_a_link_moves_the_bytes_that_its_figure_is_of(hosts: str, pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(sent_and_counted, len(hosts), list(hosts))):
-        kinds = ("all-to-all", "all-gather", "reduce-scatter", *(() if hosts == "aaa" and rank == 0 else ("messages",)))
+        kinds = (
+            "all-to-all",
+            "all-gather",
+            "reduce-scatter",
+            "all-reduce",
+            *(() if hosts == "aaa" and rank == 0 else ("messages",)),
+        )
         reached = {"node": 3} if hosts == "aaa" else {"node": 2, "network": 2}
         assert found.keys() == {
             f"{size} {kind} over the {link}" for size in ("small", "large") for kind in kinds for link in reached
@@ -273,12 +323,13 @@ def test_a_link_moves_the_bytes_that_its_figure_is_of(hosts: str, pool: RankPool
         for link, size in reached.items():
             for kind in kinds:
                 gb_per_s, seen = found[f"large {kind} over the {link}"]
-                to_others = NBYTES if kind == "messages" else NBYTES // 4 // size * 4 * (size - 1)
+                part = NBYTES // 4 // size * 4
+                to_others = {"messages": NBYTES, "all-reduce": size * part * (size - 1)}.get(kind, part * (size - 1))
                 assert gb_per_s * 1e9 == pytest.approx(to_others)
                 assert seen == 4 * to_others  # three repeats, and one that connects
                 microseconds, seen = found[f"small {kind} over the {link}"]
                 assert microseconds == pytest.approx(1e6)
-                assert seen == 4 * 20 * 64 * (1 if kind == "messages" else size - 1)
+                assert seen == 4 * 20 * 64 * {"messages": 1, "all-reduce": size * (size - 1)}.get(kind, size - 1)
 
 
 ONE = Reading(value=1.0, spread=0.0, repeats=4)
@@ -317,7 +368,13 @@ def test_ranks_agree_on_readings_and_a_failure_is_named(pool: RankPool) -> None:
 
 
 AROUND = Surroundings(
-    about="two ranks", name="a GPU", memory_bytes=3 << 30, cores=4, board_power_w=700.0, ranks={"node": 2}
+    about="two ranks",
+    name="a GPU",
+    memory_bytes=3 << 30,
+    cores=4,
+    board_power_w=700.0,
+    threads=None,
+    ranks={"node": 2},
 )
 
 
@@ -328,8 +385,14 @@ def values(*, failed: Sequence[str] = ()) -> Readings:
         for format in ("fp32", "bf16")
         for shape in SHAPES
     ]
-    names += [COPY, "multiplication of values of fp32", "multiplication of values of bf16", LAUNCH, FORWARD, BACKWARD]
+    names += [COPY, "passes over 4 KiB", LAYER, LAUNCH, FORWARD, BACKWARD]
     names += [links.link_name("node", kind, size) for kind in ("messages", *links.COLLECTIVES) for size in links.SIZES]
+    names += [STEP]
+    names += [
+        f"attention of {format}, {phase}, {ATTENTION}"
+        for format in ("fp32", "bf16")
+        for phase in ("forward", "backward")
+    ]
     return Readings(
         of={
             name: Reading(value=float(n), spread=0.0123, repeats=n)
@@ -342,7 +405,7 @@ def values(*, failed: Sequence[str] = ()) -> Readings:
 
 
 def test_readings_become_figures_that_say_how_they_were_measured() -> None:
-    cluster = cluster_of(values(), AROUND, shapes=SHAPES, version="1.2", date="2026-11-28")
+    cluster = cluster_of(values(), AROUND, sizes=SIZES, version="1.2", date="2026-11-28")
     gpu = cluster.gpu
     by = "measured by moefw 1.2 on 2026-11-28"
     assert gpu.names == ("a GPU",)
@@ -356,9 +419,13 @@ def test_readings_become_figures_that_say_how_they_were_measured() -> None:
     assert (gpu.peak_tflops.bf16.value, gpu.peak_tflops.fp8) == (4.0, None)
     assert cluster.peak_tflops("float32") == 2.0
     assert gpu.memory_tb_per_s.value == 5.0
-    assert gpu.elementwise_tb_per_s is not None
-    assert gpu.elementwise_tb_per_s.fp32 is not None
-    assert gpu.elementwise_tb_per_s.fp32.value == 6.0
+    assert [(each.nbytes, each.tb_per_s.value) for each in gpu.passes] == [(7782, 6.0)]
+    host_costs = (cluster.host_layer_us, cluster.host_step_us)
+    assert [figure and figure.value for figure in host_costs] == [7.0, 21.0]
+    attention = [(each.format, each.forward_tflops.value, each.backward_tflops.value) for each in gpu.attention]
+    assert attention == [("fp32", 22.0, 23.0), ("bf16", 24.0, 25.0)]
+    assert gpu.attention[0].scores == 2 * 3 * 5 * 6 // 2
+    assert gpu.threads is None
     assert (gpu.memory_gib.value, gpu.memory_gib.source) == (3.0, f"{by}: the system says so")
     host = (cluster.host_launch_us, cluster.host_forward_us, cluster.host_backward_us, cluster.host_cores)
     assert [figure and figure.value for figure in host] == [8.0, 9.0, 10.0, 4.0]
@@ -373,7 +440,7 @@ def test_readings_become_figures_that_say_how_they_were_measured() -> None:
 
 def test_what_could_not_be_measured_is_left_out() -> None:
     failed = ["products of bf16, 2 x 3 x 5", LAUNCH, "large all-gather over the node", "small messages over the node"]
-    cluster = cluster_of(values(failed=failed), AROUND, shapes=SHAPES, version="1.2", date="2026-11-28")
+    cluster = cluster_of(values(failed=failed), AROUND, sizes=SIZES, version="1.2", date="2026-11-28")
     assert cluster.gpu.peak_tflops.bf16.value == 3.0
     assert cluster.host_launch_us is None
     assert cluster.links.node is not None
@@ -385,6 +452,6 @@ def test_what_could_not_be_measured_is_left_out() -> None:
 def test_a_cluster_without_products_or_without_memory_is_none() -> None:
     for failed in ([COPY, LAUNCH], [f"products of bf16, {size}" for size in ("8 x 4 x 16", "2 x 3 x 5")]):
         with pytest.raises(RunError) as refused:
-            cluster_of(values(failed=failed), AROUND, shapes=SHAPES, version="1.2", date="2026-11-28")
+            cluster_of(values(failed=failed), AROUND, sizes=SIZES, version="1.2", date="2026-11-28")
         said = [problem.what for problem in refused.value.problems]
         assert said == [f"{name} could not be measured: rank 0: it is broken." for name in failed]

@@ -1,9 +1,10 @@
-"""What a rank measures without others: products, copies, operators on each value, and what the host takes for one."""
+"""What a rank measures without others: products, attention, copies, passes, and what the host takes for an operator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Final
 
 import torch
@@ -36,17 +37,36 @@ class Shape:
         """Operations of the product."""
         return 2 * self.rows * self.columns * self.depth
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the operands in fp32."""
+        return 4 * self.depth * (self.rows + self.columns)
+
+
+@frozen(kw_only=True)
+class Heads:
+    """Of causal attention: ``heads`` of ``width`` of each of so many ``sequences`` of ``keys`` tokens."""
+
+    sequences: int
+    heads: int
+    keys: int
+    width: int
+
 
 @frozen(kw_only=True)
 class Sizes:
-    """What is measured. ``shapes``: of products. A copy has ``copied`` bytes, an operand on each value ``operand``.
+    """What is measured. ``shapes``: of products; ``heads``: of attention. A copy has ``copied`` bytes.
 
-    ``operators``: those that the host is timed for at once; on a GPU fewer than a stream queues before the host waits.
+    ``spread``: bytes of the operands that calls of a product take in turn: other work of a layer lies between two uses.
+    ``operands``: bytes of the tensors of passes. ``operators``: those that the host is timed for at once; on a GPU
+    fewer than a stream queues before the host waits.
     """
 
     shapes: Sequence[Shape]
+    heads: Sequence[Heads]
+    spread: int
     copied: int
-    operand: int
+    operands: Sequence[int]
     operators: int
 
 
@@ -55,18 +75,28 @@ def _cube(size: int) -> Shape:
 
 
 ON_A_CPU: Final = Sizes(
-    shapes=(_cube(2048), _cube(1024), _cube(256), Shape(rows=64, columns=512, depth=256)),
+    shapes=(
+        _cube(2048),
+        _cube(256),
+        _cube(32),
+        Shape(rows=64, columns=512, depth=256),
+        Shape(rows=8, columns=512, depth=512),
+    ),
+    heads=(Heads(sequences=4, heads=4, keys=256, width=16), Heads(sequences=4, heads=4, keys=256, width=64)),
+    spread=32 << 20,
     copied=256 << 20,
-    operand=64 << 20,
+    operands=(64 << 10, 1 << 20, 8 << 20, 64 << 20),
     operators=1000,
 )
 ON_A_GPU: Final = Sizes(
     shapes=(_cube(8192), _cube(2048), Shape(rows=256, columns=4096, depth=2048)),
+    heads=(Heads(sequences=2, heads=16, keys=4096, width=64), Heads(sequences=2, heads=16, keys=4096, width=128)),
+    spread=0,
     copied=1 << 30,
-    operand=256 << 20,
+    operands=(4 << 20, 256 << 20),
     operators=400,
 )
-"""The last shape of each is of a few rows, as an expert has them. Copies and operands are larger than caches."""
+"""The last shape of each is of a few rows, as an expert has them. Copies and the last operands are beyond caches."""
 
 
 @frozen(kw_only=True)
@@ -86,15 +116,28 @@ def product_name(format: str, shape: Shape) -> str:
     return f"products of {format}, {shape.rows} x {shape.columns} x {shape.depth}"
 
 
-def elementwise_name(format: str) -> str:
-    """Name of the measurement of an operator on each value."""
-    return f"multiplication of values of {format}"
+def attention_name(format: str, heads: Heads, phase: str) -> str:
+    """Name of the measurement of attention in ``forward`` or ``backward``."""
+    of = f"{heads.sequences} x {heads.heads} heads of {heads.width}, {heads.keys} tokens"
+    return f"attention of {format}, {phase}, {of}"
 
 
+def pass_name(nbytes: int) -> str:
+    """Name of the measurement of passes over tensors of so many bytes."""
+    return f"passes over {nbytes >> 10} KiB"
+
+
+PHASES: Final = ("forward", "backward")
+PRODUCTS_OF_ATTENTION: Final = {"forward": 2, "backward": 5}
+ROW: Final = 256
+"""Values of a row of the tensors that passes read."""
 COPY: Final = "copy in memory"
 LAUNCH: Final = "an operator"
 FORWARD: Final = "an operator that autograd records"
 BACKWARD: Final = "an operator of backward"
+LAYER: Final = "an operator in a layer"
+STEP: Final = "a step beside its passes"
+OPERATORS_OF_PASSES: Final = 5
 
 
 def formats(device: torch.device) -> list[str]:
@@ -108,12 +151,16 @@ def measurements(device: torch.device, sizes: Sizes, repeats: int) -> Iterator[M
     clock = clock_of(device)
     for format in formats(device):
         for shape in sizes.shapes:
-            read = partial(_product, clock, device, format, shape, repeats)
+            read = partial(_product, clock, device, format, shape, sizes.spread, repeats)
             yield Measurement(name=product_name(format, shape), unit="TFLOPS", read=read)
-    yield Measurement(name=COPY, unit="TB/s", read=partial(_copy, clock, device, sizes.copied, repeats))
     for format, dtype in DTYPES.items():
-        read = partial(_elementwise, clock, device, dtype, sizes.operand, repeats)
-        yield Measurement(name=elementwise_name(format), unit="TB/s", read=read)
+        for heads in sizes.heads:
+            for phase in PHASES:
+                read = partial(_attention, clock, device, dtype, heads, phase, repeats)
+                yield Measurement(name=attention_name(format, heads, phase), unit="TFLOPS", read=read)
+    yield Measurement(name=COPY, unit="TB/s", read=partial(_copy, clock, device, sizes.copied, repeats))
+    for nbytes in sizes.operands:
+        yield Measurement(name=pass_name(nbytes), unit="TB/s", read=partial(_passes, clock, device, nbytes, repeats))
     host = Operators(clock, device, sizes.operators)
     for name, seconds in ((LAUNCH, host.plain_s), (FORWARD, host.forward_s), (BACKWARD, host.backward_s)):
         read = partial(reading, seconds, figure=lambda taken_s: taken_s / MICRO, repeats=repeats)
@@ -126,16 +173,20 @@ def _timed(clock: Clock, call: Call, amount: float, repeats: int) -> Reading:
     return reading(lambda: clock.seconds(call, times) / times, figure=lambda taken_s: amount / taken_s, repeats=repeats)
 
 
-def _product(clock: Clock, device: torch.device, format: str, shape: Shape, repeats: int) -> Reading:
+def _product(clock: Clock, device: torch.device, format: str, shape: Shape, spread: int, repeats: int) -> Reading:
+    calls = cycle([_call(device, format, shape) for _ in range(max(1, spread // shape.nbytes))])
+    return _timed(clock, lambda: next(calls)(), shape.flops / TERA, repeats)
+
+
+def _call(device: torch.device, format: str, shape: Shape) -> Call:
+    """A product of operands of its own."""
     # Random values: a GPU takes less power for zeros, and is faster.
     x_RD = torch.randn(shape.rows, shape.depth, device=device)
     w_CD = torch.randn(shape.columns, shape.depth, device=device)
     if format == "fp8":
-        call: Call = _fp8_product(x_RD, w_CD)
-    else:
-        dtype = DTYPES[format]
-        call = partial(F.linear, x_RD.to(dtype), w_CD.to(dtype))
-    return _timed(clock, call, shape.flops / TERA, repeats)
+        return _fp8_product(x_RD, w_CD)
+    dtype = DTYPES[format]
+    return partial(F.linear, x_RD.to(dtype), w_CD.to(dtype))
 
 
 def _fp8_product(x_RD: Tensor, w_CD: Tensor) -> Call:
@@ -153,11 +204,48 @@ def _copy(clock: Clock, device: torch.device, nbytes: int, repeats: int) -> Read
     return _timed(clock, lambda: copy.copy_(source), 2 * source.nbytes / TERA, repeats)
 
 
-def _elementwise(clock: Clock, device: torch.device, dtype: torch.dtype, nbytes: int, repeats: int) -> Reading:
-    a = torch.randn(nbytes // dtype.itemsize, device=device).to(dtype)
-    b = torch.randn(nbytes // dtype.itemsize, device=device).to(dtype)
-    # Two operands are read, and the result is written to memory that the allocator gives.
-    return _timed(clock, lambda: a * b, 3 * a.nbytes / TERA, repeats)
+def _passes(clock: Clock, device: torch.device, nbytes: int, repeats: int) -> Reading:
+    """Reading of the operators between products in a layer: each on tensors of fp32 of ``nbytes``."""
+    rows_RD = torch.randn(nbytes // (4 * ROW), ROW, device=device)
+    others_RD = torch.randn_like(rows_RD)
+    order_R = torch.randperm(len(rows_RD), device=device)
+
+    def layer() -> None:  # results are written to memory that the allocator gives
+        torch.mul(rows_RD, others_RD)
+        F.silu(rows_RD)
+        torch.index_select(rows_RD, 0, order_R)
+        rows_RD.to(torch.bfloat16)
+        torch.sum(rows_RD, dim=1)
+
+    return _timed(clock, layer, bytes_of_passes(nbytes) / TERA, repeats)
+
+
+def bytes_of_passes(nbytes: int) -> int:
+    """Bytes that the operators of a measurement of passes read and write together, without orders and sums of rows."""
+    read = (2 + 1 + 1 + 1 + 1) * nbytes
+    written = (1 + 1 + 1) * nbytes + nbytes // 2
+    return read + written
+
+
+def _attention(
+    clock: Clock, device: torch.device, dtype: torch.dtype, heads: Heads, phase: str, repeats: int
+) -> Reading:
+    """Reading of the core of attention, of the operations that a plan counts."""
+    shape = heads.sequences, heads.heads, heads.keys, heads.width
+    query, key, value = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    seen = heads.sequences * heads.heads * heads.keys * (heads.keys + 1) // 2
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    out = forward()
+    gradient = torch.randn_like(out)
+    calls: dict[str, Call] = {
+        "forward": forward,
+        "backward": lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True),
+    }
+    flops = 2 * PRODUCTS_OF_ATTENTION[phase] * heads.width * seen
+    return _timed(clock, calls[phase], flops / TERA, repeats)
 
 
 class Operators:

@@ -24,7 +24,7 @@ SMALL: Final = 16
 """Values that a rank has for each other one in a small message."""
 LINKS: Final = ("node", "network")
 MESSAGES: Final = "messages"
-COLLECTIVES: Final = ("all_to_all", "all_gather", "reduce_scatter")
+COLLECTIVES: Final = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 Size = Literal["small", "large"]
 
@@ -146,5 +146,8 @@ def _collective(kind: str, group: ProcessGroup, device: torch.device, nbytes: in
         "all_to_all": partial(dist.all_to_all_single, back, of_all, group=group),
         "all_gather": partial(all_gather, back, of_rank, group=group),
         "reduce_scatter": partial(reduce_scatter, of_rank, of_all, group=group),
+        "all_reduce": partial(dist.all_reduce, of_all, group=group),
     }
-    return calls[kind], of_rank.nbytes * (group.size() - 1)
+    # Plans count of a sum the whole tensor to each other rank.
+    sent = of_all if kind == "all_reduce" else of_rank
+    return calls[kind], sent.nbytes * (group.size() - 1)

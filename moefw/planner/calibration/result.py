@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from moefw.core.errors import Problem, RunError
 from moefw.planner.calibration.alone import (
@@ -14,8 +14,16 @@ from moefw.planner.calibration.alone import (
     DTYPES,
     FORWARD,
     LAUNCH,
+    LAYER,
+    OPERATORS_OF_PASSES,
+    PHASES,
+    STEP,
+    Heads,
     Shape,
-    elementwise_name,
+    Sizes,
+    attention_name,
+    bytes_of_passes,
+    pass_name,
     product_name,
 )
 from moefw.planner.calibration.links import COLLECTIVES, MESSAGES, link_name
@@ -23,13 +31,14 @@ from moefw.planner.calibration.ranks import Readings, said_of
 from moefw.planner.calibration.readings import Reading
 from moefw.planner.cluster import (
     GIB,
+    Attention,
     Cluster,
     Collective,
     Collectives,
-    Elementwise,
     Gpu,
     Link,
     Links,
+    Pass,
     Peaks,
     Product,
 )
@@ -44,7 +53,8 @@ class Surroundings:
     """What is known without a measurement of time.
 
     ``name``: what a run calls the GPU, or the processor and its threads. ``memory_bytes``, ``cores``: for each rank.
-    ``board_power_w``: None: unknown. ``ranks``: by link, how many reach each other.
+    ``board_power_w``: None: unknown. ``threads``: of a rank on a CPU; None: on a GPU. ``ranks``: by link, how many
+    reach each other.
     """
 
     about: str
@@ -52,19 +62,18 @@ class Surroundings:
     memory_bytes: int
     cores: int
     board_power_w: float | None
+    threads: int | None
     ranks: dict[str, int]
 
 
-def cluster_of(
-    readings: Readings, around: Surroundings, *, shapes: Sequence[Shape], version: str, date: str
-) -> Cluster:
+def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, version: str, date: str) -> Cluster:
     """Cluster of the readings. What was not measured is left out.
 
     Raises RunError with every failure if one of them is of what a cluster cannot do without: products of bf16, and the
     copy.
     """
     figures = _Figures(readings, f"measured by moefw {version} on {date}")
-    products = figures.products(shapes)
+    products = figures.products(sizes.shapes)
     peaks = {format: figures.peak(products, format) for format in FORMATS}
     copy = figures.named(COPY)
     if peaks["bf16"] is None or copy is None:
@@ -74,15 +83,16 @@ def cluster_of(
                 for name, reason in readings.failed.items()
             ]
         )
-    elementwise = {format: figures.named(elementwise_name(format)) for format in DTYPES}
     gpu = Gpu(
         names=(around.name,),
         peak_tflops=Peaks(bf16=peaks["bf16"], fp32=peaks["fp32"], fp8=peaks["fp8"]),
         memory_gib=figures.read(around.memory_bytes / GIB),
         memory_tb_per_s=copy,
         board_power_w=None if around.board_power_w is None else figures.read(around.board_power_w),
-        elementwise_tb_per_s=Elementwise(**elementwise),
+        threads=None if around.threads is None else figures.read(around.threads),
         products=products,
+        attention=figures.attention(sizes.heads),
+        passes=figures.passes(sizes.operands),
     )
     links = {link: figures.link(link, size) for link, size in around.ranks.items()}
     return Cluster(
@@ -92,6 +102,8 @@ def cluster_of(
         host_launch_us=figures.named(LAUNCH),
         host_forward_us=figures.named(FORWARD),
         host_backward_us=figures.named(BACKWARD),
+        host_layer_us=figures.named(LAYER),
+        host_step_us=figures.named(STEP),
         host_cores=figures.read(around.cores),
     )
 
@@ -122,6 +134,27 @@ class _Figures:
                     found.append(
                         Product(format=format, rows=shape.rows, columns=shape.columns, depth=shape.depth, tflops=tflops)
                     )
+        return tuple(found)
+
+    def attention(self, shapes: Sequence[Heads]) -> tuple[Attention, ...]:
+        """Attention of every format and shape that was measured in both phases."""
+        found = []
+        for format in DTYPES:
+            for heads in shapes:
+                forward, backward = (self.named(attention_name(format, heads, phase)) for phase in PHASES)
+                if forward is not None and backward is not None:
+                    found.append(
+                        Attention(format=format, **asdict(heads), forward_tflops=forward, backward_tflops=backward)
+                    )
+        return tuple(found)
+
+    def passes(self, operands: Sequence[int]) -> tuple[Pass, ...]:
+        """Passes over tensors of every size that was measured."""
+        found = []
+        for nbytes in operands:
+            rate = self.named(pass_name(nbytes))
+            if rate is not None:
+                found.append(Pass(nbytes=bytes_of_passes(nbytes) // OPERATORS_OF_PASSES, tb_per_s=rate))
         return tuple(found)
 
     def peak(self, products: Sequence[Product], format: str) -> Figure | None:

@@ -5,7 +5,7 @@ All seconds here are those of the figures with their sources; :mod:`moefw.planne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import comb
 from typing import Final
 
@@ -14,19 +14,17 @@ from attrs import field, fields, frozen
 from moefw.planner.cluster import PEAK_OF, Cluster
 from moefw.planner.report import Product, Transfer, Work
 from moefw.planner.time.figures import Figures
+from moefw.planner.time.rates import Rates, rates_of
 from moefw.planner.time.software import Implementation, Kernels, Region, Software
 
-TERA: Final = 1e12
-GIGA: Final = 1e9
-MICRO: Final = 1e-6
-ITEMSIZE: Final[Mapping[str, float]] = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
-"""Bytes of a value of each format."""
 EXPERT_REGIONS: Final = ("layer", "dispatch")
 """Regions whose transfers are those of dispatchers."""
 DISPATCH: Final = "dispatch"
 ATTENTION: Final = "core_attn"
 OUTSIDE: Final = "outside"
 SEND: Final = "send"
+UNLIMITED: Final = 2**30
+"""GPUs that a link connects that connects all of a cluster."""
 
 
 @frozen(kw_only=True)
@@ -87,6 +85,19 @@ class Spent:
 NAMES: Final = tuple(each.name for each in fields(Spent))
 
 
+def is_attention(product: Product, region: str) -> bool:
+    """Whether a product is one of attention's core."""
+    return product.scores is not None or region == ATTENTION
+
+
+def node_gpus(cluster: Cluster) -> int:
+    """GPUs of a node of a cluster; without a link, a GPU is alone."""
+    node = cluster.links.node
+    if node is None:
+        return 1
+    return UNLIMITED if node.gpus is None else round(node.gpus.value)
+
+
 def distinct(places: int, total: int, chosen: int) -> float:
     """Expected number of ``places``, each with its part of ``total`` experts, that ``chosen`` of them lie in."""
     part = total // places
@@ -116,6 +127,11 @@ class Costs:
     figures: Figures
     wide_node: bool = field(default=False)
     """Whether the transfers of experts stay inside a node of the cluster, whatever the plan took for a node."""
+    rates: Rates = field(init=False)
+
+    @rates.default
+    def _rates(self) -> Rates:
+        return rates_of(self.cluster, self.software, self.figures)
 
     def of(self, work: Work) -> Spent:
         """What one layer of this work spends in a pass."""
@@ -128,7 +144,7 @@ class Costs:
             if product.during == "wgrad":
                 wgrad += spent
         launches, graphed = self._launches(work, kernels)
-        passes = self._bytes(work, kernels) / self._memory(self.figures.passes.value)
+        passes = self.rates.passes(self._bytes(work, kernels), work.operators)
         experts, tensor, gathers, send = self._transfers(work)
         return Spent(
             **seconds,
@@ -145,15 +161,11 @@ class Costs:
     def once(self, work: Work) -> float:
         """Seconds of work of a step that is no micro-batch's: passes over memory, with its products and launches."""
         spent = self.of(work)
-        return spent.products + spent.experts + work.nbytes / self._memory(self.figures.optimizer_pass.value)
+        return spent.products + spent.experts + self.rates.update(work.nbytes, work.operators)
 
     def sums(self, work: Iterable[Work]) -> float:
         """Seconds of links for the sums of gradients over ranks."""
         return sum(each.layers * self._move(transfer) for each in work for transfer in each.transfers)
-
-    def _memory(self, share: float) -> float:
-        """Bytes a second."""
-        return self.cluster.gpu.memory_tb_per_s.value * TERA * share
 
     def _kernels(self, work: Work) -> Region | None:
         """Region of the implementation; None: as measured."""
@@ -176,49 +188,11 @@ class Costs:
 
     def _product(self, product: Product, region: str) -> tuple[str, float]:
         """Category of a product, and its seconds."""
-        generation = self.figures.generation(self.cluster)
-        bf16 = self.cluster.gpu.peak_tflops.bf16.value * TERA
-        if product.scores is not None or region == ATTENTION:
-            share = generation.attention_forward if product.during == "fprop" else generation.attention_backward
-            faster = self.figures.attention_fp8_times.value if self.software.fp8_attention else 1.0
-            return "attention", product.flops / (bf16 * share.value * faster)
-        kind, peak = self._peak(product.dtype)
-        if not kind:
-            return "products", product.flops / (bf16 * self.figures.fp32_share.value)
-        is_grouped = product.groups > 1 or region.startswith("expert")
-        multiplied = product.flops / (peak * self._share(product, kind, is_grouped=is_grouped))
-        moved = product.times * _operands(product, ITEMSIZE[kind]) / self._memory(self.figures.passes.value)
-        if is_grouped:
-            return "experts", self.shapes.skew * max(multiplied, moved)
-        return "products", max(multiplied, moved)
-
-    def _peak(self, dtype: str) -> tuple[str, float]:
-        """Format in which operands of a dtype are multiplied, and operations a second; empty: none of a GPU.
-
-        A GPU without a format multiplies the next wider one.
-        """
-        kind = PEAK_OF.get(dtype, "")
-        peaks = self.cluster.gpu.peak_tflops
-        for wider in ("fp4", "fp8", "bf16") if kind in ITEMSIZE else ():
-            figure = getattr(peaks, wider)
-            if ITEMSIZE[wider] >= ITEMSIZE[kind] and figure is not None:
-                return wider, figure.value * TERA
-        return "", 0.0
-
-    def _share(self, product: Product, kind: str, *, is_grouped: bool) -> float:
-        """Share of its peak that a product reaches."""
-        generation = self.figures.generation(self.cluster)
-        rows, _, summed = product.shape
-        share: float = getattr(generation, f"{'grouped' if is_grouped else 'dense'}_{kind}").value
-        if product.during == "wgrad":
-            summed = summed // product.groups
-        if is_grouped:
-            if product.during == "wgrad":
-                share *= generation.grouped_wgrad.value
-            # A group of rows ends inside a tile: half a tile is multiplied in vain.
-            of_group = summed if product.during == "wgrad" else rows / product.groups
-            share *= of_group / (of_group + self.figures.tile_rows.value / 2)
-        return share * summed / (summed + self.figures.summed_half.value)
+        if is_attention(product, region):
+            return "attention", self.rates.attention(product)
+        if product.groups > 1 or region.startswith("expert"):
+            return "experts", self.shapes.skew * self.rates.product(product, is_grouped=True)
+        return "products", self.rates.product(product, is_grouped=False)
 
     def _bytes(self, work: Work, region: Region | None) -> float:
         """Bytes of passes over memory of one layer, without the products."""
@@ -236,8 +210,7 @@ class Costs:
         """Launches of the host, and kernels that a CUDA graph launches, of one layer."""
         groups = max((product.groups for product in work.products), default=0)
         if region is None:
-            number = float(work.operators + sum(product.times for product in work.products))
-            number += sum(transfer.times for transfer in work.transfers)
+            number = float(work.launches)
             preprocess = 0.0
         else:
             kernels = self._pass(work, region)
@@ -284,41 +257,24 @@ class Costs:
         nodes = max(1, -(-shapes.ep // per_node))
         ranks = places_of_token(shapes, shapes.ep) * (shapes.ep - 1) / shapes.ep
         to_nodes = places_of_token(shapes, nodes) * (nodes - 1) / nodes if nodes > 1 else 0.0
-        return self._seconds(row * ranks, row * to_nodes, shapes.dispatcher)
+        return self.rates.movement(row * ranks, row * to_nodes, shapes.dispatcher)
 
     @property
     def node_gpus(self) -> int:
         """GPUs of a node of the cluster."""
-        node = self.cluster.links.node
-        assert node is not None, "the cluster lacks no link"
-        gpus = node.gpus
-        return 2**30 if gpus is None else round(gpus.value)
+        return node_gpus(self.cluster)
 
     def _move(self, transfer: Transfer) -> float:
         """Seconds of the links for a transfer, all times."""
-        node, network = float(transfer.node), float(transfer.network)
-        if transfer.kind == "all-reduce":
-            # Counted is the tensor to each peer; a ring sends twice its part to the next rank.
-            node, network = 2 * node / transfer.ranks, 2 * network / transfer.ranks
-        if self.wide_node and transfer.ranks <= self.node_gpus:
-            node, network = node + network, 0.0
-        dispatcher = self.shapes.dispatcher if transfer.kind == "all-to-all" else "collectives"
-        return transfer.times * self._seconds(node, network, dispatcher)
+        node, network = self.by_link(transfer)
+        return transfer.times * self.rates.move(transfer, node, network, self.shapes.dispatcher)
 
-    def _seconds(self, node: float, network: float, name: str) -> float:
-        """Seconds of both links side by side for so many bytes, and the latency of a call."""
-        shares = self.figures.transfers
-        links = self.cluster.links
-        assert links.node is not None, "the cluster lacks no link"
-        assert links.network is not None, "the cluster lacks no link"
-        on_node = node / (links.node.gb_per_s.value * GIGA * _share(shares.node, name))
-        on_network = network / (links.network.gb_per_s.value * GIGA * _share(shares.network, name))
-        return max(on_node, on_network) + shares.latency_us.value * MICRO
-
-
-def _share(shares: Mapping[str, object], name: str) -> float:
-    figure = shares.get(name, shares["collectives"])
-    return figure.value  # type: ignore[attr-defined,no-any-return]
+    def by_link(self, transfer: Transfer) -> tuple[float, float]:
+        """Bytes that a rank sends inside a node of the cluster, and between nodes."""
+        is_one_node = self.wide_node or self.cluster.links.network is None
+        if is_one_node and transfer.ranks <= self.node_gpus:
+            return float(transfer.node + transfer.network), 0.0
+        return float(transfer.node), float(transfer.network)
 
 
 def _values(work: Work) -> tuple[float, float, float]:
@@ -343,14 +299,6 @@ def _values(work: Work) -> tuple[float, float, float]:
     is_backward = work.phase == "backward"
     quantized = quantized_returned if is_backward else float(sum(rows * width for rows, width in quantized_read))
     return float(sum(rows * width for rows, width in read)), returned, quantized
-
-
-def _operands(product: Product, itemsize: float) -> float:
-    """Bytes of the operands of a product, and of its result: in bf16, or, for weights, in fp32."""
-    rows, columns, summed = product.shape
-    if product.during == "wgrad":
-        return itemsize * summed * (rows + columns) + 4.0 * product.groups * rows * columns
-    return itemsize * (rows * summed + product.groups * summed * columns) + 2.0 * rows * columns
 
 
 def total(spent: Iterable[tuple[int, Spent]]) -> Spent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Final
 
 from attrs import evolve, frozen
@@ -10,11 +10,12 @@ from attrs import evolve, frozen
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import PlanError
 from moefw.planner.cluster import Cluster
-from moefw.planner.report import Ledger, Position
+from moefw.planner.report import Ledger, Position, Work
 from moefw.planner.time import likeness, software
-from moefw.planner.time.costs import Costs, Shapes
+from moefw.planner.time.costs import Costs, Shapes, is_attention, node_gpus
 from moefw.planner.time.figures import figures
 from moefw.planner.time.likeness import Bar, Inputs
+from moefw.planner.time.rates import format_of
 from moefw.planner.time.scale import Scale, fitted
 from moefw.planner.time.schedule import Steady
 from moefw.planner.time.software import Software
@@ -86,14 +87,54 @@ class Forecast:
         }
 
 
-def lacks(cluster: Cluster) -> list[str]:
-    """Figures that time is computed with and a cluster lacks, as one without GPUs, or of one node, does."""
-    needed = {
-        "gpu.board_power_w": cluster.gpu.board_power_w,
-        "links.node": cluster.links.node,
-        "links.network": cluster.links.network,
+def lacks(cluster: Cluster, plan: Ledger | None = None) -> list[str]:
+    """Figures that a cluster lacks and the time of a step is computed with.
+
+    A plan needs the links on which it sends anything. None: both.
+    """
+    if cluster.is_measured:
+        needed: dict[str, object] = {
+            "gpu.passes": cluster.gpu.passes,
+            "host_layer_us": cluster.host_layer_us,
+            "host_step_us": cluster.host_step_us,
+        }
+    else:
+        needed = {"gpu.board_power_w": cluster.gpu.board_power_w}
+    links = ("node", "network") if plan is None else _links_in_use(cluster, plan)
+    needed |= {f"links.{link}": getattr(cluster.links, link) for link in links}
+    missing = [name for name, figure in needed.items() if not figure]
+    return missing if plan is None or not cluster.is_measured else [*missing, *_formats_lacking(cluster, plan)]
+
+
+def _links_in_use(cluster: Cluster, plan: Ledger) -> list[str]:
+    """Links on which a plan sends anything; a cluster without a network is one node."""
+    used = dict.fromkeys(("node", "network"), False)
+    for work in _work(plan):
+        for transfer in work.transfers:
+            is_inside = cluster.links.network is None and transfer.ranks <= node_gpus(cluster)
+            used["node"] |= bool(transfer.node or (transfer.network and is_inside))
+            used["network"] |= bool(transfer.network and not is_inside)
+    return [link for link, is_used in used.items() if is_used]
+
+
+def _formats_lacking(cluster: Cluster, plan: Ledger) -> list[str]:
+    """Products and attention of a plan that no measured figure is of."""
+    measured: Mapping[str, Container[str]] = {
+        "gpu.products": {each.format for each in cluster.gpu.products},
+        "gpu.attention": {each.format for each in cluster.gpu.attention},
     }
-    return [name for name, figure in needed.items() if figure is None]
+    missing = []
+    for work in _work(plan):
+        for product in work.products:
+            name = "gpu.attention" if is_attention(product, work.region) else "gpu.products"
+            if format_of(product.dtype, measured[name]) is None:
+                missing.append(f"{name} of {product.dtype}")
+    return list(dict.fromkeys(missing))
+
+
+def _work(plan: Ledger) -> Iterator[Work]:
+    for position in plan.positions:
+        yield from position.work
 
 
 def forecast(
@@ -101,7 +142,7 @@ def forecast(
 ) -> Forecast:
     """Time of a spec whose plan is known. ``skew``: rows of the rank with most beside the mean.
 
-    The cluster lacks nothing (:func:`lacks`). Raises PlanError if the work is unknown, and SpecError if an
+    The cluster lacks nothing for it (:func:`lacks`). Raises PlanError if the work is unknown, and SpecError if an
     implementation is.
     """
     if plan.unknown or not plan.positions:
@@ -168,10 +209,7 @@ def shapes_of(assembly: Assembly, plan: Ledger, skew: float) -> Shapes:
 
 def _is_wide(assembly: Assembly, cluster: Cluster) -> bool:
     """Whether a node of the cluster has more GPUs than the spec says that a node has."""
-    node = cluster.links.node
-    assert node is not None, "the cluster lacks no link"
-    gpus = node.gpus
-    return gpus is None or gpus.value >= (assembly.site.ranks_per_node or 1)
+    return node_gpus(cluster) >= (assembly.site.ranks_per_node or 1)
 
 
 def _inputs(assembly: Assembly, plan: Ledger, cluster: str, runs: Software, shapes: Shapes) -> Inputs:

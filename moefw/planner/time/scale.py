@@ -1,4 +1,7 @@
-"""The numbers that were fitted to published runs, at most seven for all of them. Imports no torch."""
+"""What seconds of each category are multiplied with, and how they add up. Imports no torch.
+
+Of a GPU whose products are published shares it is at most seven numbers, fitted to published runs.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import gt
 
 from moefw.planner.cluster import Cluster
-from moefw.planner.data_files import read_file
-from moefw.planner.time.costs import MICRO, Spent
+from moefw.planner.data_files import Figure, read_file
+from moefw.planner.time.costs import Spent
 from moefw.planner.time.figures import Figures
+from moefw.planner.time.rates import MICRO
 
 FILE: Final = Path(__file__).parent / "fitted.yaml"
 GLOBAL: Final = ("products", "grouped", "passes", "host", "transfers", "power", "merged")
@@ -47,7 +51,7 @@ def fitted() -> Fitted:
 
 @frozen
 class Scale:
-    """Fitted numbers on a cluster: what the seconds of each category are multiplied with."""
+    """What the seconds of each category are multiplied with on a cluster, and which of them run side by side."""
 
     products: float
     experts: float
@@ -64,11 +68,59 @@ class Scale:
     meeting: float
     sums: float
     """Share of sums of gradients that no backward hides."""
+    beside: float = 1.0
+    """Seconds of transfers that a second of computation has room for beside it."""
+    step_s: float = 0.0
+    """Seconds of what a step does besides its work: batch, zeroed gradients, sums of metrics, log."""
 
     @classmethod
     def of(cls, numbers: Fitted, cluster: Cluster, figures: Figures) -> Scale:
-        """Scale of fitted numbers on a cluster."""
-        assert cluster.gpu.board_power_w is not None, "the cluster is of GPUs"
+        """Scale on a cluster. Fitted numbers are of published shares: what was measured is as it was measured."""
+        if not cluster.is_measured:
+            return cls._published(numbers, cluster, figures)
+        if cluster.gpu.threads is None:
+            return cls._measured_gpu(numbers, cluster, figures)
+        return cls._threads(cluster)
+
+    @classmethod
+    def _threads(cls, cluster: Cluster) -> Scale:
+        """Scale of ranks that compute in the threads of their host: one thing runs after the other.
+
+        Transfers have threads of their own, but no cores of their own.
+        """
+        return cls(
+            products=1.0,
+            experts=1.0,
+            attention=1.0,
+            passes=1.0,
+            host_s=_seconds(cluster.host_layer_us),
+            gap_s=0.0,
+            transfers=1.0,
+            tensor=1.0,
+            merged=1.0,
+            meeting=1.0,
+            sums=1.0,
+            beside=0.0,
+            step_s=_seconds(cluster.host_step_us),
+        )
+
+    @classmethod
+    def _measured_gpu(cls, numbers: Fitted, cluster: Cluster, figures: Figures) -> Scale:
+        """Scale of GPUs that were measured. What runs side by side there is as on others."""
+        return evolve(
+            cls._threads(cluster),
+            gap_s=figures.gap_us.value * MICRO,
+            tensor=figures.tensor_parallel_exposed.value,
+            merged=numbers.merged,
+            meeting=figures.meeting.value,
+            sums=figures.sums_exposed.value,
+            beside=1.0,
+        )
+
+    @classmethod
+    def _published(cls, numbers: Fitted, cluster: Cluster, figures: Figures) -> Scale:
+        """Scale of fitted numbers on a cluster of GPUs."""
+        assert cluster.gpu.board_power_w is not None, "the cluster lacks no figure"
         power = (cluster.gpu.board_power_w.value / figures.generation(cluster).board_power_w.value) ** numbers.power
         launch = figures.host_launch_us if cluster.host_launch_us is None else cluster.host_launch_us
         return cls(
@@ -95,8 +147,8 @@ class Scale:
         computes = self.device(spent)
         experts = self.transfers * spent.expert_transfers
         if is_merged:  # what takes longer than all that it could run beside is seen
-            experts = max(self.merged * experts, experts - computes)
-        beside = max(0.0, spent.gathers - computes)
+            experts = max(self.merged * experts, experts - self.beside * computes)
+        beside = max(0.0, spent.gathers - self.beside * computes)
         return experts + self.tensor * spent.tensor_transfers + beside
 
     def host(self, spent: Spent) -> float:
@@ -109,3 +161,9 @@ class Scale:
         gpu = self.device(spent) + self.exposed(spent, is_merged=is_merged)
         both: float = (gpu**order + self.host(spent) ** order) ** (1 / order)
         return both
+
+
+def _seconds(figure: Figure | None) -> float:
+    """Seconds of a figure in microseconds."""
+    assert figure is not None, "the cluster lacks no figure"
+    return figure.value * MICRO

@@ -139,7 +139,7 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     busiest = max(range(len(busy)), key=busy.__getitem__)
     spent = work[busiest]
     backward = scale.device(rehearsal.passes[busiest].backward)
-    sums = max(rehearsal.sums_s - backward, scale.sums * rehearsal.sums_s)
+    sums = max(rehearsal.sums_s - scale.beside * backward, scale.sums * rehearsal.sums_s)
     once = scale.passes * rehearsal.once_s
     bubble = max(0.0, played - count * sum(busy) / len(busy))
     exposed = count * scale.exposed(spent, is_merged=merged)
@@ -156,9 +156,10 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
         "sums of gradients": rehearsal.sums_s,
         "optimizer": once,
         "pipeline bubble": bubble,
+        "batch and log": scale.step_s,
     }
     return Told(
-        step_s=factor * (played + sums + once),
+        step_s=factor * (played + sums + once + scale.step_s),
         categories={name: factor * value for name, value in categories.items() if value},
         exposed_s=factor * (exposed + sums),
         waits_for_host_s=factor * max(0.0, count * busy[busiest] - gpu),

@@ -1,0 +1,269 @@
+"""Predicted beside measured steps on this machine of two cores: time, processor time, peak memory, and the best layout.
+
+Calibrates the machine for two ranks, predicts each spec of ``this_machine.yaml`` with what that measured, and trains it
+with ``moefw train``. Processor time is that of the ranks' processes between two steps, so no start is in it. A/A is the
+difference of two halves of the windows of one run, in which nothing was changed. Takes four minutes of an idle machine.
+
+    python benchmarks/this_machine.py [--cluster NAME|FILE.yaml] [--part six|choices] [--only SPEC]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from attrs import frozen
+from ruamel.yaml import YAML
+
+import record
+from moefw.commands import specs
+from moefw.planner import cluster as clusters
+from moefw.planner import ledger
+from moefw.planner.cluster import Cluster
+from moefw.planner.time.forecast import forecast
+from moefw.planner.time.software import Software
+from moefw.system.python import python
+from moefw.training.host_pages import KEEP_PAGES
+from training_process import TRAIN, TrainingProcess, last_step
+
+SPECS: Final = Path(__file__).with_suffix(".yaml")
+RANKS: Final = 2
+WARM_UP: Final = 4
+"""Steps before the first window."""
+WINDOWS: Final = 6
+WINDOW_S: Final = 0.5
+"""Predicted seconds of a window."""
+AIMS: Final = {"step": 0.25, "peak": 0.03, "regret": 0.05}
+
+
+@frozen(kw_only=True)
+class Measured:
+    """Medians over windows, for a rank and a step, and their A/A spreads. ``peak``: bytes that a step needs."""
+
+    wall_s: float
+    cpu_s: float
+    wall_spread: float
+    cpu_spread: float
+    peak: int
+
+
+@frozen(kw_only=True)
+class Row:
+    """A spec, predicted and measured. ``flops``: what the model asks for in a step, on all ranks."""
+
+    name: str
+    flops: float
+    predicted_s: float
+    seconds: Mapping[str, float]
+    predicted_peak: int
+    measured: Measured
+
+    @property
+    def step_error(self) -> float:
+        """Of the predicted time of a step."""
+        return self.predicted_s / self.measured.wall_s - 1
+
+    @property
+    def cpu_error(self) -> float:
+        """The same beside what a rank had of a processor, which other work on the machine hardly changes."""
+        return self.predicted_s / self.measured.cpu_s - 1
+
+    @property
+    def peak_error(self) -> float:
+        """Of the predicted peak of memory."""
+        return self.predicted_peak / self.measured.peak - 1
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "spec": self.name,
+            "flops": self.flops,
+            "predicted_s": self.predicted_s,
+            "predicted_seconds": dict(self.seconds),
+            "wall_s": self.measured.wall_s,
+            "cpu_s_per_rank": self.measured.cpu_s,
+            "wall_spread": self.measured.wall_spread,
+            "cpu_spread": self.measured.cpu_spread,
+            "predicted_peak_bytes": self.predicted_peak,
+            "peak_bytes": self.measured.peak,
+        }
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", help="a cluster that was calibrated already")
+    parser.add_argument("--part", choices=["six", "choices"], help="one part alone, which is not recorded")
+    parser.add_argument("--only", help="one spec alone, which is not recorded")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = clusters.read(arguments.cluster or calibrated(Path(folder)))
+        print(f"{cluster.about}\n")
+        found: dict[str, list[Row]] = {}
+        for part, trees in written_down().items():
+            if arguments.part in (None, part):
+                chosen = {name: tree for name, tree in trees.items() if arguments.only in (None, name)}
+                found[part] = [row(name, tree, cluster, Path(folder)) for name, tree in chosen.items()]
+                print("\n".join([part, *table(found[part]), *(verdicts(part, found[part])), ""]), flush=True)
+    print(f"took {time.perf_counter() - began:.0f} s")
+    if arguments.part is None and arguments.only is None:
+        measured = {part: [each.to_data() for each in rows] for part, rows in found.items()}
+        said = {part: verdicts(part, rows) for part, rows in found.items()}
+        print(record.write("this_machine", {"about": cluster.about, "aims": AIMS, **measured, "verdicts": said}))
+
+
+def calibrated(folder: Path) -> str:
+    """Path of a cluster of this machine, measured now."""
+    path = folder / "this-machine.yaml"
+    command = [*python("-m", "moefw"), "bench", "calibrate", f"--ranks={RANKS}", "--repeats=8", f"--output={path}"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=sys.stderr)
+    return str(path)
+
+
+def written_down() -> dict[str, dict[str, Any]]:
+    """Specs of both parts by name, as trees."""
+    data = YAML(typ="safe").load(SPECS.read_text(encoding="utf-8"))
+    base, choices = data["base"], data["choices"]
+    return {
+        "six": {name: merged(base, tree) for name, tree in data["six"].items()},
+        "choices": {name: merged(base, choices["all"], tree) for name, tree in choices["of"].items()},
+    }
+
+
+def merged(*trees: Mapping[str, Any]) -> dict[str, Any]:
+    """Trees laid over each other, the last on top."""
+    found: dict[str, Any] = {}
+    for tree in trees:
+        for key, value in tree.items():
+            both = isinstance(value, dict) and isinstance(found.get(key), dict)
+            found[key] = merged(found[key], value) if both else value
+    return found
+
+
+def row(name: str, tree: Mapping[str, Any], cluster: Cluster, folder: Path) -> Row:
+    """A spec, predicted and then measured."""
+    spec = folder / "spec.yaml"
+    run_dir = folder / "runs" / name.replace(", ", "-").replace(" ", "-")
+    spec.write_text(json.dumps(merged(tree, {"run": {"dir": str(run_dir)}})))
+    world = RANKS if "parallel" in tree else 1
+    assembly = specs.read(str(spec), [], world)
+    plan = ledger(assembly)
+    predicted = forecast(assembly, plan, cluster, "this-machine", Software())
+    assert plan.flops_per_token is not None
+    assert plan.peak_bytes is not None
+    return Row(
+        name=name,
+        flops=plan.flops_per_token * assembly.spec.train.tokens_per_step,
+        predicted_s=predicted.told.step_s,
+        seconds=predicted.told.categories,
+        predicted_peak=plan.peak_bytes,
+        measured=trained(spec, run_dir, world, steps=max(2, round(WINDOW_S / predicted.told.step_s))),
+    )
+
+
+def trained(spec: Path, run_dir: Path, world: int, *, steps: int) -> Measured:
+    """Steps of a run on ``world`` ranks, in windows of so many steps; the run is killed behind the last one."""
+    command = [*TRAIN, str(spec), f"train.steps={WARM_UP + (WINDOWS + 1) * steps}", "--ledger"]
+    # A rank that is alone keeps its pages, too, as it does on a machine that was calibrated for two.
+    environment = {**KEEP_PAGES, "OMP_NUM_THREADS": "1"}
+    wall, cpu = [], []
+    with TrainingProcess(command, run_dir=run_dir, environment=environment) as process:
+        process.wait_for_step(WARM_UP)
+        pids = [process.pid] if world == 1 else [*process.wait_for_ranks(world).values()]
+        before = moment(pids, run_dir)
+        for window in range(1, WINDOWS + 1):
+            process.wait_for_step(WARM_UP + window * steps)
+            now = moment(pids, run_dir)
+            done = now[0] - before[0]
+            wall.append((now[1] - before[1]) / done)
+            cpu.append((now[2] - before[2]) / done / world)
+            before = now
+    told = json.loads((run_dir / "ledger.json").read_text())
+    return Measured(
+        wall_s=median(wall),
+        cpu_s=median(cpu),
+        wall_spread=spread(wall),
+        cpu_spread=spread(cpu),
+        peak=told["measured"]["peak"],
+    )
+
+
+def moment(pids: Sequence[int], run_dir: Path) -> tuple[int, float, float]:
+    """The last step that is done, the clock on the wall, and what processes had of processors, in seconds."""
+    cpu = sum(processor_s(pid) for pid in pids)
+    return last_step(run_dir / "metrics.jsonl"), time.perf_counter(), cpu
+
+
+def processor_s(pid: int) -> float:
+    """Seconds that the threads of a process had of processors, for itself and in the system."""
+    return sum(_run_ns(Path(task.path) / "schedstat") for task in os.scandir(f"/proc/{pid}/task")) * 1e-9
+
+
+def _run_ns(schedstat: Path) -> int:
+    try:
+        return int(schedstat.read_text().split()[0])
+    except OSError:  # a thread that has ended
+        return 0
+
+
+def spread(values: Sequence[float]) -> float:
+    """Difference of the medians of every second value, as a share of that of all."""
+    return abs(median(values[::2]) - median(values[1::2])) / median(values)
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line for each spec, under a head."""
+    yield (
+        f"{'spec':34} {'GFLOP':>6} {'predicted':>9} {'step ms':>8} {'error':>7} {'A/A':>6} "
+        f"{'CPU ms':>8} {'error':>7} {'A/A':>6} {'peak MiB':>9} {'error':>7}  longest"
+    )
+    for each in rows:
+        measured = each.measured
+        yield (
+            f"{each.name:34} {each.flops / 1e9:6.2f} {1e3 * each.predicted_s:9.1f} {1e3 * measured.wall_s:8.1f} "
+            f"{each.step_error:+7.1%} {measured.wall_spread:6.1%} {1e3 * measured.cpu_s:8.1f} {each.cpu_error:+7.1%} "
+            f"{measured.cpu_spread:6.1%} {measured.peak / 2**20:9.1f} {each.peak_error:+7.2%}  "
+            f"{max(each.seconds, key=each.seconds.__getitem__)}"
+        )
+
+
+def verdicts(part: str, rows: Sequence[Row]) -> list[str]:
+    """What came of the aims of a part, in words."""
+    if part == "choices":
+        return [regret_told(rows)]
+    by_prediction = [each.name for each in sorted(rows, key=lambda each: each.predicted_s)]
+    by_processor = [each.name for each in sorted(rows, key=lambda each: each.measured.cpu_s)]
+    flops = [each.flops for each in rows]
+    worst = max(rows, key=lambda each: abs(each.step_error))
+    highest = max(rows, key=lambda each: abs(each.peak_error))
+    return [
+        f"operations a step differ at most {max(flops) / min(flops):.2f}-fold",
+        f"order by processor time: {'as predicted' if by_prediction == by_processor else 'not as predicted'}",
+        f"step time: {abs(worst.step_error):.1%} off at worst, {worst.name} (aim {AIMS['step']:.0%})",
+        f"peak: {abs(highest.peak_error):.2%} off at worst, {highest.name} (aim {AIMS['peak']:.0%})",
+    ]
+
+
+def regret_told(rows: Sequence[Row]) -> str:
+    """How much slower the predicted best is than the measured best."""
+    chosen = min(rows, key=lambda each: each.predicted_s)
+    best = min(rows, key=lambda each: each.measured.wall_s)
+    regret = chosen.measured.wall_s / best.measured.wall_s - 1
+    return (
+        f"of {len(rows)} specs {chosen.name!r} is predicted to be fastest: {regret:.1%} slower than {best.name!r}, "
+        f"the fastest (aim {AIMS['regret']:.0%})"
+    )
+
+
+if __name__ == "__main__":
+    main()

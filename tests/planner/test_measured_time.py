@@ -1,0 +1,302 @@
+"""The time of a step on a machine that was measured, as a laptop: what is measured decides it, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+from click.testing import CliRunner
+
+from moefw.commands.plan import plan
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.site import Machine
+from moefw.planner import Ledger, cluster, ledger
+from moefw.planner.cluster import Attention, Cluster, Collective, Collectives, Gpu, Link, Links, Pass, Peaks, Product
+from moefw.planner.data_files import Figure
+from moefw.planner.report import Product as Multiplied
+from moefw.planner.time.figures import figures
+from moefw.planner.time.forecast import Forecast, forecast, lacks
+from moefw.planner.time.least_squares import costs_of
+from moefw.planner.time.rates import MeasuredRates
+from moefw.planner.time.scale import Scale, fitted
+from moefw.planner.time.software import Software
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+CALL_S = 5e-6
+FLOPS = {"fp32": 8e10, "bf16": 2e11}
+VALUE_S = 4e-10
+
+
+def figure(value: float) -> Figure:
+    return Figure(value=value, estimated="for a test")
+
+
+def product(format: Any, rows: int, columns: int, depth: int) -> Product:
+    """A product that takes what a call, its operations and its values cost."""
+    flops = 2 * rows * columns * depth
+    values = rows * depth + depth * columns + rows * columns
+    seconds = CALL_S + flops / FLOPS[format] + VALUE_S * values
+    return Product(format=format, rows=rows, columns=columns, depth=depth, tflops=figure(flops / seconds / 1e12))
+
+
+def attention(format: str, width: int) -> Attention:
+    tflops = figure(0.02 + 0.0002 * width)
+    return Attention(
+        format=format, sequences=4, heads=4, keys=256, width=width, forward_tflops=tflops, backward_tflops=tflops
+    )
+
+
+def collective(gb_per_s: float) -> Collective:
+    return Collective(gb_per_s=figure(gb_per_s), latency_us=figure(200.0))
+
+
+LAPTOP = Cluster(
+    about="two ranks",
+    gpu=Gpu(
+        names=("a processor, 1 thread",),
+        peak_tflops=Peaks(bf16=figure(0.2), fp32=figure(0.08)),
+        memory_gib=figure(8.0),
+        memory_tb_per_s=figure(0.02),
+        threads=figure(1.0),
+        products=tuple(
+            product(format, *shape)
+            for format in FLOPS
+            for shape in ((2048, 2048, 2048), (256, 256, 256), (32, 32, 32), (8, 512, 512))
+        ),
+        attention=tuple(attention(format, width) for format in FLOPS for width in (16, 64)),
+        passes=(Pass(nbytes=1 << 16, tb_per_s=figure(0.04)), Pass(nbytes=1 << 26, tb_per_s=figure(0.02))),
+    ),
+    links=Links(
+        node=Link(
+            gb_per_s=figure(1.5),
+            gpus=figure(2.0),
+            latency_us=figure(150.0),
+            collectives=Collectives(
+                all_to_all=collective(1.2),
+                all_gather=collective(0.9),
+                reduce_scatter=collective(0.6),
+                all_reduce=collective(0.7),
+            ),
+        )
+    ),
+    host_layer_us=figure(16.0),
+    host_step_us=figure(3000.0),
+)
+TREE = {
+    "model": {"vocab_size": 256, "dim": 128, "num_layers": 2, "num_experts": 8, "top_k": 2, "expert_dim": 64},
+    "attention": {"num_heads": 4, "num_kv_heads": 4, "head_dim": 32},
+    "train": {"micro_batch": 2, "seq_len": 64, "tokens_per_step": 512},
+    "run": {"device": "cpu"},
+}
+
+
+@cache
+def planned(ranks: int = 2, **sections: str) -> tuple[Assembly, Ledger]:
+    """A spec and its plan. ``sections``: the choices of others, as words."""
+    parallel = {"experts": {"ep": 2}} if ranks == 2 else {}
+    tree = {**TREE, "parallel": parallel, **{name: {"use": use} for name, use in sections.items()}}
+    machine = Machine(device="cpu")
+    assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=ranks, machine=machine)
+    return assembly, ledger(assembly)
+
+
+def told(on: Cluster, ranks: int = 2, **sections: str) -> Forecast:
+    assembly, found = planned(ranks, **sections)
+    assert lacks(on, found) == []
+    return forecast(assembly, found, on, "laptop", Software())
+
+
+def halved(value: Figure) -> Figure:
+    return evolve(value, value=value.value / 2)
+
+
+def with_node(**collectives: Collective) -> Cluster:
+    node = LAPTOP.links.node
+    assert node is not None
+    return evolve(LAPTOP, links=Links(node=evolve(node, collectives=evolve(node.collectives, **collectives))))
+
+
+def with_gpu(**figures_of_it: Any) -> Cluster:
+    return evolve(LAPTOP, gpu=evolve(LAPTOP.gpu, **figures_of_it))
+
+
+PLANTED = {
+    "products": (
+        with_gpu(products=tuple(evolve(each, tflops=halved(each.tflops)) for each in LAPTOP.gpu.products)),
+        {"products": 2.0, "experts": 2.0},
+    ),
+    "attention": (
+        with_gpu(
+            attention=tuple(
+                evolve(each, forward_tflops=halved(each.forward_tflops), backward_tflops=halved(each.backward_tflops))
+                for each in LAPTOP.gpu.attention
+            )
+        ),
+        {"attention": 2.0},
+    ),
+    "passes": (
+        with_gpu(passes=tuple(evolve(each, tb_per_s=halved(each.tb_per_s)) for each in LAPTOP.gpu.passes)),
+        {"memory passes": 2.0, "optimizer": 2.0},
+    ),
+    "all-to-all": (
+        with_node(all_to_all=Collective(gb_per_s=figure(0.6), latency_us=figure(400.0))),
+        {"expert transfers": 2.0},
+    ),
+    "all-reduce": (
+        with_node(all_reduce=Collective(gb_per_s=figure(0.35), latency_us=figure(400.0))),
+        {"sums of gradients": 2.0},
+    ),
+    "launches": (evolve(LAPTOP, host_layer_us=figure(8.0)), {"host launches": 0.5}),
+    "steps": (evolve(LAPTOP, host_step_us=figure(1500.0)), {"batch and log": 0.5}),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_halves_in_a_machine_moves_its_category_and_no_other(what: str) -> None:
+    changed, expected = PLANTED[what]
+    before = told(LAPTOP).told.categories
+    after = told(changed).told.categories
+    assert before.keys() == after.keys() >= expected.keys()
+    for name, seconds in before.items():
+        assert after[name] / seconds == pytest.approx(expected.get(name, 1.0), rel=0.01), name
+
+
+def test_everything_that_a_rank_does_takes_its_threads_one_after_the_other() -> None:
+    for ranks in (1, 2):
+        step = told(LAPTOP, ranks).told
+        assert step.step_s == pytest.approx(sum(step.categories.values()))
+        assert "kernel gaps" not in step.categories
+
+
+def test_a_gpu_that_was_measured_computes_beside_its_host_and_its_links() -> None:
+    gpu = with_gpu(threads=None)
+    step = told(gpu).told
+    assert step.categories["kernel gaps"] > 0
+    assert step.step_s < sum(step.categories.values())
+    assert step.categories["products"] == told(LAPTOP).told.categories["products"]
+
+
+def test_published_shares_and_what_was_fitted_to_them_do_not_count_where_figures_were_measured() -> None:
+    other = evolve(fitted(), products=2.0, grouped=2.0, passes=2.0, host=9.0, transfers=9.0, power=9.0, merged=9.0)
+    assert Scale.of(fitted(), LAPTOP, figures()) == Scale.of(other, LAPTOP, figures())
+    assert told(with_gpu(memory_tb_per_s=figure(9.0), peak_tflops=Peaks(bf16=figure(9.0)))).told == told(LAPTOP).told
+
+
+def test_more_of_anything_never_shortens_a_step() -> None:
+    base = told(LAPTOP).told.step_s
+    for number, ranks in ((1, 1), (2, 2)):
+        longer = {**TREE, "train": {"micro_batch": 2, "seq_len": 128, "tokens_per_step": 1024}}
+        parallel = {"experts": {"ep": number}} if number > 1 else {}
+        assembly = assemble_tree(
+            {**longer, "parallel": parallel},
+            Marks("spec"),
+            defaults=defaults(),
+            world=ranks,
+            machine=Machine(device="cpu"),
+        )
+        more = forecast(assembly, ledger(assembly), LAPTOP, "laptop", Software()).told.step_s
+        assert more > told(LAPTOP, ranks).told.step_s
+    assert told(LAPTOP, gemm="loop").told.categories["host launches"] > told(LAPTOP).told.categories["host launches"]
+    assert told(LAPTOP, 1).told.step_s > base / 2  # the sequences of both, and no transfers
+
+
+def rates(on: Cluster = LAPTOP) -> MeasuredRates:
+    return MeasuredRates(on, figures())
+
+
+def multiplied(rows: int, columns: int, depth: int, **of: Any) -> Multiplied:
+    return Multiplied(**{"operator": "mm", "dtype": "float32", "shape": (rows, columns, depth), "groups": 1, **of})  # type: ignore[arg-type]
+
+
+def test_a_product_of_another_shape_takes_what_its_call_its_operations_and_its_values_cost() -> None:
+    for rows, columns, depth in ((64, 48, 700), (1, 4096, 16), (5000, 32, 32)):
+        flops = 2 * rows * columns * depth
+        values = rows * depth + depth * columns + rows * columns
+        expected = CALL_S + flops / FLOPS["fp32"] + VALUE_S * values
+        found = rates().product(multiplied(rows, columns, depth, during="fprop"), is_grouped=False)
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_groups_of_few_rows_reach_less() -> None:
+    whole = rates().product(multiplied(1024, 256, 256, during="fprop"), is_grouped=False)
+    groups = rates().product(multiplied(1024, 256, 256, during="fprop", **{"groups": 64}), is_grouped=True)
+    assert groups - whole == pytest.approx(63 * (CALL_S + VALUE_S * 256 * 256), rel=1e-6)
+    gradients = rates().product(multiplied(256, 256, 1024, during="wgrad", **{"groups": 64}), is_grouped=True)
+    assert gradients - whole == pytest.approx(63 * (CALL_S + VALUE_S * 256 * 256), rel=1e-6)
+
+
+def test_a_format_that_was_not_measured_is_multiplied_as_a_wider_one() -> None:
+    codes = multiplied(256, 256, 256, during="fprop", dtype="float8_e4m3fn")
+    wide = multiplied(256, 256, 256, during="fprop", dtype="bfloat16")
+    assert rates().product(codes, is_grouped=False) == rates().product(wide, is_grouped=False)
+
+
+def test_passes_are_slower_beyond_caches_and_between_measured_sizes_between_them() -> None:
+    mib = 1 << 20
+    assert rates().passes(2 * mib, 32) == pytest.approx(2 * mib / 0.04e12)
+    assert rates().passes(64 * mib, 1) == pytest.approx(64 * mib / 0.02e12)
+    assert 2 * mib / 0.04e12 < rates().passes(2 * mib, 1) < 2 * mib / 0.02e12
+    assert rates().passes(1e12, 1) == pytest.approx(50.0)
+    assert rates().passes(0.0, 0) == 0.0
+
+
+def test_costs_explain_times_and_none_is_negative() -> None:
+    assert costs_of([[1, 0], [1, 1], [1, 2]], [2.0, 5.0, 8.0]) == pytest.approx((2.0, 3.0))
+    assert costs_of([[1, 1], [1, 2], [1, 4]], [1.0, 2.2, 4.8])[0] == 0.0
+    alike = costs_of([[1, 2], [2, 4]], [2.0, 4.0])
+    assert [one + 2 * other for one, other in (alike,)] == [pytest.approx(2.0)]
+
+
+def test_a_cluster_needs_the_links_on_which_a_plan_sends() -> None:
+    alone = evolve(LAPTOP, links=Links())
+    assert lacks(alone, planned(1)[1]) == []
+    assert told(alone, 1).told.exposed_s == 0.0
+    assert lacks(alone, planned(2)[1]) == ["links.node"]
+    assert lacks(alone) == ["links.node", "links.network"]
+    assert lacks(LAPTOP, planned(2)[1]) == []
+    h100 = cluster.read("h100")
+    assert lacks(evolve(h100, links=Links(node=h100.links.node)), planned(2)[1]) == []
+    assert lacks(evolve(h100, gpu=evolve(h100.gpu, board_power_w=None), links=Links()), planned(1)[1]) == [
+        "gpu.board_power_w"
+    ]
+
+
+def test_a_cluster_without_a_network_is_one_node_whatever_a_spec_says() -> None:
+    tree = {**TREE, "parallel": {"experts": {"ep": 2}, "ranks_per_node": 1}}
+    machine = Machine(device="cpu")
+    assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=2, machine=machine)
+    found = ledger(assembly)
+    assert lacks(LAPTOP, found) == []
+    assert forecast(assembly, found, LAPTOP, "laptop", Software()).told.step_s == pytest.approx(
+        told(LAPTOP).told.step_s
+    )
+
+
+def test_what_was_not_measured_is_named() -> None:
+    _, plan_of_two = planned(2)
+    less = evolve(with_gpu(attention=(), passes=()), host_layer_us=None, host_step_us=None)
+    assert lacks(less, plan_of_two) == ["gpu.passes", "host_layer_us", "host_step_us", "gpu.attention of float32"]
+    narrow = with_gpu(products=tuple(each for each in LAPTOP.gpu.products if each.format == "bf16"))
+    assert lacks(narrow, plan_of_two) == ["gpu.products of float32"]
+
+
+def test_a_plan_on_a_laptop_has_the_time_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "laptop.yaml"
+    path.write_text(cluster.written(LAPTOP))
+    assert cluster.read(str(path)) == LAPTOP
+    shown = CliRunner().invoke(plan, [str(QUICKSTART), "--cluster", str(path)], standalone_mode=False).output
+    assert "a step spends on" in shown
+    assert "extrapolated, as no published run is near in: implementation, cluster" in shown
+    asked = [str(QUICKSTART), "--cluster", str(path), "--json"]
+    data = json.loads(CliRunner().invoke(plan, asked, standalone_mode=False).output)
+    assert data["time"]["step_time_s"] == pytest.approx(sum(data["seconds"].values()))
+    path.write_text(cluster.written(evolve(LAPTOP, links=Links())))
+    refused = CliRunner().invoke(plan, [str(QUICKSTART), "--cluster", str(path)], standalone_mode=False).output
+    assert "The time of a step is not predicted: the cluster has no links.node." in refused
