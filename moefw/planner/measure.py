@@ -50,14 +50,14 @@ def measure(assembly: Assembly, micro_batches: int) -> Ledger:
     or needs values.
     """
     alike = alike_positions(assembly, micro_batches)
-    ledgers = [measure_at(assembly, micro_batches, position) for position in alike]
+    ledgers = [_under_policies(assembly, micro_batches, position) for position in alike]
     positions = tuple(
         Position(at=tuple(at), peak_bytes=ledger.peak_bytes, work=ledger.work)
         for ledger, at in zip(ledgers, alike.values(), strict=True)
     )
     worst = max(ledgers, key=lambda ledger: (ledger.peak_bytes or 0, ledger.held.device))
     flops = None if any(ledger.unknown for ledger in ledgers) else _flops_per_token(assembly, positions, worst)
-    return evolve(worst, positions=positions, flops_per_token=flops)
+    return evolve(_beside_no_policies(assembly, worst), positions=positions, flops_per_token=flops)
 
 
 def _flops_per_token(assembly: Assembly, positions: Sequence[Position], ledger: Ledger) -> float:
@@ -86,6 +86,11 @@ def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
 
     Where a part cannot run on this machine, what it says that it is planned as runs in its place.
     """
+    return _beside_no_policies(assembly, _under_policies(assembly, count, position))
+
+
+def _under_policies(assembly: Assembly, count: int, position: int) -> Ledger:
+    """The same, without the bytes that regions would save without policies."""
     try:
         ledger = _ledger(assembly, count, position)
     except (MoefwError, RuntimeError) as error:
@@ -94,21 +99,33 @@ def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
         stand_ins = _stand_ins(assembly)
         if not stand_ins:
             return unknown
-        parts: Any = stand_ins  # each is of the kind of the part that names it
-        assembly = evolve(assembly, parts=evolve(assembly.parts, **parts))
         try:
-            ledger = _ledger(assembly, count, position)
+            ledger = _ledger(_with_stand_ins(assembly), count, position)
         except (MoefwError, RuntimeError):
             return unknown
         modelled = tuple(f"{section}: measured as {part!r}" for section, part in stand_ins.items())
-        ledger = evolve(ledger, modelled=modelled)
+        return evolve(ledger, modelled=modelled)
+    return ledger
+
+
+def _beside_no_policies(assembly: Assembly, ledger: Ledger) -> Ledger:
+    """Ledger whose regions tell the bytes that they would save without policies, too."""
+    if ledger.unknown:
+        return ledger
     if not assembly.parts.memory:
         rows = tuple(evolve(row, without_policies=row.saved) for row in ledger.regions)
         return evolve(ledger, regions=rows)
-    without_policies = evolve(assembly, parts=evolve(assembly.parts, memory=()))
-    with _recorded(without_policies, 1, position, gradients=False) as (batch, _, _):
+    runs = _with_stand_ins(assembly) if ledger.modelled else assembly
+    without_policies = evolve(runs, parts=evolve(runs.parts, memory=()))
+    with _recorded(without_policies, ledger.micro_batches, ledger.position, gradients=False) as (batch, _, _):
         batch.forward()
         return evolve(ledger, regions=_with_bytes_without_policies(ledger.regions, _regions(batch)))
+
+
+def _with_stand_ins(assembly: Assembly) -> Assembly:
+    """Assembly with what its parts are planned as in their place."""
+    parts: Any = _stand_ins(assembly)  # each is of the kind of the part that names it
+    return evolve(assembly, parts=evolve(assembly.parts, **parts))
 
 
 def _stand_ins(assembly: Assembly) -> dict[str, Plugin]:
@@ -125,10 +142,11 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
     runs: then it is the sum of both.
 
     A micro-batch behind the first one begins with gradients, and needs more than the first. In a pipeline, a pass
-    before there are gradients may have more micro-batches in flight than any pass later, so there both are measured.
-    So are both where passes are merged: of two micro-batches, the only pair begins without gradients; and where weights
-    are gathered once a step, in the first micro-batch.
+    before there are gradients may have more micro-batches in flight than any pass later; and where passes are merged,
+    of two micro-batches, the only pair begins without gradients. So there the first is measured, too, unless it could
+    need no more if it had gradients. Where weights are gathered once a step, in the first micro-batch, both are.
     """
+    has_schedule = assembly.layout.sizes.get("pp", 1) > 1 or assembly.parts.pipeline.merges
     with _recorded(assembly, count, position, gradients=count > 1) as (batch, layout, shared):
         batch.forward()
         batch.backward()
@@ -144,11 +162,12 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
             peaks.append(evolve(peaks[0], passing=peaks[0].passing + ledger.held.step_passing))
         ledger = evolve(ledger, regions=regions, work=tuple(batch.work()), pools=pools)
         gathers_once = batch.gathers_once
+        most_before_gradients = usage.most_before_gradients() if has_schedule else 0
     if assembly.spec.train.graphs == "step":
         beside_graph = peaks[0].passing + _evaluation(assembly, position, ledger.held.batch // (2 * count))
         peaks.append(evolve(peaks[0], place=EVALUATION, passing=beside_graph))
-    has_schedule = assembly.layout.sizes.get("pp", 1) > 1 or assembly.parts.pipeline.merges
-    if (has_schedule or gathers_once) and count > 1:
+    most = max(peak.total for peak in peaks)
+    if count > 1 and (gathers_once or most_before_gradients > most):
         with _recorded(assembly, count, position, gradients=False) as (batch, _, _):
             batch.forward()
             batch.backward()

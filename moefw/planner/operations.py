@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from attrs import Factory, define, evolve, frozen
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from moefw.core.contracts import Layout
 from moefw.core.stages import ExpertBatch
 from moefw.planner.report import AGAIN, Product, Transfer, Work
 from moefw.recording.collectives import WAIT, collective_of
-from moefw.recording.patches import Mode, holds_dtensor
+from moefw.recording.patches import Mode, fake_mode, holds_dtensor
 from moefw.recording.places import Place
-from moefw.recording.recorder import WEIGHTS, Life, Recorder
+from moefw.recording.recorder import DEVICE, WEIGHTS, Life, Recorder
 from moefw.recording.tensors import tensors_in
 from moefw.runtime.accounting import Codes, Core, account
 from moefw.runtime.parallel.holders import STAGE
@@ -107,7 +107,7 @@ class Operations(Mode):
         self.layout = layout
         self._weights: set[frozenset[int]] = set()
         """The two sizes of each matrix among the weights, in either order: a gradient may come transposed."""
-        self._fake = active_fake_mode()
+        self._fake = fake_mode()
         self._done: dict[tuple[Place, str], _Done] = {}
         self._kernel: _Kernel | None = None
         """The kernel in whose place operators ran last."""
@@ -128,11 +128,13 @@ class Operations(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and note it."""
+        if func is DEVICE:
+            return args[0].device
         if holds_dtensor(types):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.is_view or func.namespace == "prim" or active_fake_mode() is not self._fake:
+        if func.is_view or func.namespace == "prim" or fake_mode() is not self._fake:
             return result  # in another fake mode, DTensor computes shapes
         now = launch()
         if self._kernel is not None and self._kernel.launch is not now:
@@ -320,7 +322,7 @@ class Operations(Mode):
 
     def _launched(self, func: Any, args: Any, kwargs: Any) -> None:
         with _disable_current_modes():  # reading it clones and splits tensors: not the model's work
-            collective = collective_of(func, args, kwargs)
+            collective = collective_of(func, *tree_map_only(FakeTensor, _on_meta, (args, kwargs)))
         sent = {peer: sum(tensor.nbytes for tensor in tensors) for peer, tensors in collective.to.items()}
         self.sent(collective.kind, dist.get_process_group_ranks(collective.group), sent)
 
@@ -386,6 +388,11 @@ def _moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if func.overloadpacket in _LOOKUPS:
         return nbytes - _nbytes(args[0]) + _nbytes(result)
     return nbytes
+
+
+def _on_meta(tensor: FakeTensor) -> Tensor:
+    """Tensor of the same sizes, which PyTorch splits among many ranks much faster."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _core(operands: Sequence[Tensor], *, is_causal: bool) -> Core:

@@ -79,7 +79,7 @@ class Usage:
         # Of a micro-batch beside another one: both use the same gathered weights.
         self._bytes_of_its_own = self._sum_of_changes(kind for kind in self._counted_kinds if kind != GATHERED)
         self._not_run = list(self._layers_not_run())
-        self._beside = list(self._bytes_beside_passes())
+        self._beside = list(self._bytes_beside_passes(begin_with_gradients=gradients))
 
     def _sum_of_changes(self, kinds: Iterable[str | None]) -> list[int]:
         """Bytes in use at each moment up to the end, of the storages of these kinds that were recorded."""
@@ -108,7 +108,7 @@ class Usage:
         """The same without gathered weights."""
         return self._bytes_of_its_own[moment] + sum(sum(layers.at(moment)) for layers in self._not_run)
 
-    def _bytes_beside_passes(self) -> Iterator[tuple[range, int]]:
+    def _bytes_beside_passes(self, *, begin_with_gradients: bool) -> Iterator[tuple[range, int]]:
         """Yield the moments of each recorded pass of a pipeline, and the most bytes that are held beside it.
 
         One micro-batch was recorded: forward through the stages of this rank, in their order, and back. Here the whole
@@ -122,8 +122,8 @@ class Usage:
         The second sum is in the recording already. The schedule has each recorded pass once for each micro-batch; the
         largest value counts, also over the phases of a pass in a pair, whose partner holds more or less as it goes on.
         Passes of weight gradients are not recorded. Only those passes count that begin with gradients of earlier ones,
-        if the recording did, and only those that begin without, if it did not: the first backward of a stage begins
-        without, and so does a forward before all backwards. Yields nothing without a schedule.
+        or only those that begin without: the first backward of a stage does, and so does a forward before all
+        backwards. Yields nothing without a schedule.
         """
         link = self._batch.link
         if link is None:
@@ -147,7 +147,7 @@ class Usage:
             counted = [
                 action
                 for action in step.passes
-                if action.kind != "W" and self._has_gradients(action, stages_with_gradients) is self._gradients_exist
+                if action.kind != "W" and self._has_gradients(action, stages_with_gradients) is begin_with_gradients
             ]
             for action in counted:
                 own_bytes = _recorded_in_flight(saved, action)
@@ -236,6 +236,19 @@ class Usage:
     def _gradients_at(self, moment: int) -> int:
         """Bytes of recorded gradients at a moment; 0 where they stay as they are."""
         return sum(life.nbytes for life in self._counted_at(moment) if life.kind == GRADIENTS)
+
+    def most_before_gradients(self) -> int:
+        """Bound of :attr:`Peak.total` over the passes of a schedule that begin without gradients; 0: there are none.
+
+        It is what they would need if they began with all gradients, as the recording did: no less, since what they add
+        to the gradients is part of these.
+        """
+        in_use = [
+            self._at(moment) + beside
+            for span, beside in self._bytes_beside_passes(begin_with_gradients=False)
+            for moment in range(span.start, span.stop + 1)
+        ]
+        return self._batch.operands() + max(in_use) - self._gradients_at(self._batch.begin) if in_use else 0
 
     def peak(self, all_gradients: int) -> Peak:
         """Peak of the micro-batch, and its terms in bytes.

@@ -9,14 +9,14 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from moefw.core.errors import ContractError
 from moefw.recording.collectives import WAIT, Collective, collective_of
-from moefw.recording.patches import Mode, holds_dtensor, meshes_with_values
+from moefw.recording.known_results import KnownResults
+from moefw.recording.patches import Mode, fake_mode, holds_dtensor, meshes_with_values
 from moefw.recording.tensors import tensors_in
 
 INDICES: Final = (torch.int64, torch.int32, torch.bool)
@@ -31,7 +31,7 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        with meshes_with_values(), FakeTensorMode():
+        with meshes_with_values(), KnownResults():
             yield
     finally:
         dist.destroy_process_group()
@@ -45,8 +45,7 @@ def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
     host, a missing number reads as 0.0 and a missing truth value as True; a missing integer raises ContractError.
     """
     with fake_world(rank, world):
-        fake = active_fake_mode()
-        assert fake is not None
+        fake = fake_mode()
         fake.allow_non_fake_inputs = True
         with _RealIndices(fake):
             yield
@@ -68,9 +67,9 @@ class _RealIndices(Mode):
         if holds_dtensor(types):
             return NotImplemented  # its local tensors come here
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default or active_fake_mode() is not self.fake:
+        if func is torch.ops.prim.device.default or fake_mode() is not self.fake:
             return func(*args, **kwargs)  # in another fake mode, DTensor computes shapes
-        tensors = [*tensors_in((args, kwargs))]
+        tensors = tensors_in((args, kwargs))
         if not tensors:
             return self._created(func, args, kwargs)
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 from unittest import mock
 
@@ -29,8 +29,18 @@ class Mode(TorchDispatchMode):
 
 def holds_dtensor(types: Collection[type]) -> bool:
     """Whether one of the types is a DTensor, without the second that importing it takes."""
-    tensor = sys.modules.get("torch.distributed.tensor") if types else None
-    return tensor is not None and any(issubclass(kind, tensor.DTensor) for kind in types)
+    return any(map(_is_dtensor, types))
+
+
+@cache
+def _is_dtensor(kind: type) -> bool:
+    tensor = sys.modules.get("torch.distributed.tensor")  # a class of it cannot exist before it
+    return tensor is not None and issubclass(kind, tensor.DTensor)
+
+
+def fake_mode() -> Any:
+    """Mode of fake tensors in force, found faster than PyTorch does; None: tensors have values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 @contextmanager

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moefw.recording.collectives import WAIT
-from moefw.recording.patches import Mode, holds_dtensor, resizes_told
+from moefw.recording.patches import Mode, fake_mode, holds_dtensor, resizes_told
 from moefw.recording.places import Place, Places
 from moefw.recording.tensors import tensors_in
 from moefw.runtime.accounting import account
@@ -37,7 +36,7 @@ WEIGHTS: Final = (PARAMETERS, GATHERED)
 NUMBER: Final = 8
 """Most bytes of a single number, such as a constant or a scale, which does not say of what a result is a copy."""
 META: Final = torch.device("meta")
-_DEVICE: Final = torch.ops.prim.device.default
+DEVICE: Final = torch.ops.prim.device.default
 Storage = torch.UntypedStorage
 
 
@@ -79,7 +78,7 @@ class Recorder(Mode):
         self.lives: list[Life] = []
         self.now = 0
         self.off_device: Counter[Place] = Counter()
-        self.operators: set[str] = set()
+        self._operators: set[Any] = set()
         self.peak_bytes = 0
         self.peak_moment = 0
         self.peak_place = self.places.here
@@ -92,8 +91,14 @@ class Recorder(Mode):
         """The mode of fake tensors in which recording began; None: tensors have values."""
 
     def start(self) -> None:
-        """Reset the peak."""
+        """Reset the peak and the operators."""
         self.peak_bytes = 0
+        self._operators.clear()
+
+    @property
+    def operators(self) -> Set[str]:
+        """Names of the operators that ran since the start."""
+        return {str(operator) for operator in self._operators}
 
     def of(self, tensors: Iterable[Tensor]) -> Iterator[Life]:
         """Yield the storages of tensors, each once."""
@@ -125,7 +130,7 @@ class Recorder(Mode):
 
     def __enter__(self) -> Recorder:
         """Start recording."""
-        self._fake = active_fake_mode()
+        self._fake = fake_mode()
         self._resizes = resizes_told(self._note_size)
         self._resizes.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -138,15 +143,15 @@ class Recorder(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and record its results."""
-        if func is _DEVICE:  # asked of a fake tensor several times an operator
-            return func(*args)
+        if func is DEVICE:  # asked of a fake tensor several times an operator
+            return args[0].device
         if holds_dtensor(types):
             return NotImplemented  # its local tensors come here
         kwargs = kwargs or {}
         is_fake_wait = func is WAIT and self._fake is not None  # a fake one would return a new tensor
         result = args[0] if is_fake_wait else func(*args, **kwargs)
-        self.operators.add(str(func))
-        if active_fake_mode() is self._fake:  # in another one, DTensor computes shapes
+        self._operators.add(func)
+        if fake_mode() is self._fake:  # in another one, DTensor computes shapes
             for tensor in tensors_in(result):
                 if _has_memory(tensor):
                     self._note_result(tensor, func, (args, kwargs))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in tuples, lists and values of dicts, in order."""
+def tensors_in(tree: Any) -> Sequence[Tensor]:
+    """Tensors in tuples, lists and values of dicts, in order."""
+    found: list[Tensor] = []
+    _find(tree, found)
+    return found
+
+
+def _find(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        yield tree
+        found.append(tree)
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from tensors_in(item)
+            _find(item, found)
     elif isinstance(tree, dict):
-        yield from tensors_in(tuple(tree.values()))
+        for item in tree.values():
+            _find(item, found)

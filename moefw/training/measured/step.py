@@ -122,7 +122,6 @@ class _Step:
         batches = self._batches(count)
         # What is held from here on is there before the step: operators of the set-up do not count.
         recorder.start()
-        recorder.operators.clear()
         self.began = recorder.now
         self.engine.step(batches, train.lr, self._clock)
         return self._measured(count, train.micro_batch * train.seq_len)

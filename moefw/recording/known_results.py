@@ -1,0 +1,171 @@
+"""Fake tensors whose operators are computed once: on tensors alike, the results are alike.
+
+PyTorch remembers results, too, but takes five times as long to find them and to make tensors of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Types of arguments that are compared by value."""
+_DEPENDS_ON_MORE: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view})
+"""Tags of operators whose results depend on more than shapes, or that change those of their arguments."""
+
+
+@frozen
+class _Argument:
+    """A result that is an argument of its operator, changed in place: its number among the tensors."""
+
+    number: int
+
+
+@frozen
+class _Made:
+    """A tensor that an operator makes. ``viewed``: the number of the argument whose storage it shares, or None."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    viewed: int | None
+
+
+class _NotDescribedError(Exception):
+    """An operator has arguments or results that shapes, dtypes and constants do not describe."""
+
+
+@final
+class KnownResults(FakeTensorMode):
+    """Mode of fake tensors that makes results anew of their description, where the operator has run on others alike.
+
+    Alike are tensors of one shape, stride, offset, dtype and device, and constants of one type and value. Results are
+    remembered for all modes of the process.
+    """
+
+    known: ClassVar[dict[Any, Any]] = {}
+    """Descriptions of the results by that of the operator and its arguments; None: they cannot be described."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in moefw.recording.patches.Mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Results of an operator: made of their description if it is known, otherwise computed by PyTorch."""
+        kwargs = kwargs or {}
+        tensors: list[Tensor] = []
+        try:
+            call = func, torch.get_default_dtype(), self._described(args, tensors), self._described(kwargs, tensors)
+            described = self.known[call]
+        except _NotDescribedError:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except KeyError:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            self.known[call] = self._learned(call, args, kwargs, result)
+            return result
+        if described is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        (results,) = described
+        return self._made(results, tensors)
+
+    def _described(self, given: Any, tensors: list[Tensor]) -> Any:
+        """Description of arguments, which can be compared and hashed. Appends their tensors.
+
+        Raises _NotDescribedError for what has none: tensors of other classes or modes, and those with values.
+        """
+        if isinstance(given, Tensor):
+            tensors.append(given)
+            return self._tensor_described(given)
+        if isinstance(given, (tuple, list)):
+            return type(given), *[self._described(item, tensors) for item in given]
+        if isinstance(given, _CONSTANTS):
+            return type(given), given
+        if isinstance(given, Mapping):
+            return tuple((name, self._described(value, tensors)) for name, value in given.items())
+        raise _NotDescribedError
+
+    def _tensor_described(self, tensor: Tensor) -> Any:
+        if type(tensor) is FakeTensor:
+            if tensor.fake_mode is not self or tensor.constant is not None:
+                raise _NotDescribedError
+            device = tensor.fake_device
+        elif type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+            device = tensor.device
+        else:
+            raise _NotDescribedError
+        dtype = tensor.dtype
+        if tensor.layout is not torch.strided or dtype.is_complex:
+            raise _NotDescribedError
+        return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, device
+
+    def _learned(self, call: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Description of a result in a tuple of one; None if arguments do not determine it, or it has none.
+
+        Results of those that are described must be the same when they are made of that.
+        """
+        func = call[0]
+        if not isinstance(func, OpOverload) or func.namespace != "aten" or not _DEPENDS_ON_MORE.isdisjoint(func.tags):
+            return None
+        tensors: list[Tensor] = []
+        try:
+            if call[2:] != (self._described(args, tensors), self._described(kwargs, tensors)):
+                return None  # it has changed a shape
+            described = self._result_described(result, tensors)
+            again = self._made(described, tensors)
+            return (described,) if [*_sizes(result)] == [*_sizes(again)] else None
+        except _NotDescribedError:
+            return None
+
+    def _result_described(self, result: Any, tensors: Sequence[Tensor]) -> Any:
+        if result is None:
+            return None
+        if type(result) in (tuple, list):
+            return type(result)(self._result_described(item, tensors) for item in result)
+        if type(result) is not FakeTensor:
+            raise _NotDescribedError
+        for number, tensor in enumerate(tensors):
+            if result is tensor:
+                return _Argument(number)
+        shape, stride, offset, dtype, device = self._tensor_described(result)
+        storage = result.untyped_storage()._cdata
+        sharing = (number for number, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage)
+        return _Made(shape, stride, offset, dtype, device, viewed=next(sharing, None))
+
+    def _made(self, described: Any, tensors: Sequence[Tensor]) -> Any:
+        """Results as they are described."""
+        if isinstance(described, _Made):
+            return self._made_tensor(described, tensors)
+        if isinstance(described, _Argument):
+            return tensors[described.number]
+        if described is None:
+            return None
+        return type(described)(self._made(item, tensors) for item in described)
+
+    def _made_tensor(self, made: _Made, tensors: Sequence[Tensor]) -> Tensor:
+        if made.viewed is None:
+            memory = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+        else:
+            memory = torch.empty(0, dtype=made.dtype, device="meta")
+            memory.set_(tensors[made.viewed].untyped_storage(), made.offset, made.shape, made.stride)
+        return FakeTensor(self, memory, made.device)
+
+
+def _sizes(result: Any) -> Iterator[Any]:
+    """Yield shape, stride, offset, dtype and storage's bytes of the tensors of a result, and what is no tensor."""
+    if isinstance(result, (tuple, list)):
+        yield type(result)
+        for item in result:
+            yield from _sizes(item)
+    elif isinstance(result, Tensor):
+        nbytes = result.untyped_storage().nbytes()
+        yield result.shape, result.stride(), result.storage_offset(), result.dtype, result.device, nbytes
+    else:
+        yield result
