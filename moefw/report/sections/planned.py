@@ -102,7 +102,7 @@ def _forecast(run: Run) -> Forecast:
         raise PlanError(f"no cluster has {computes_on}.", fix)
     name, cluster = found
     plan = Ledger.of_data(run.ledger["predicted"])
-    lacking = lacks(cluster)
+    lacking = lacks(cluster, plan)
     if lacking:
         raise PlanError(f"the cluster {name} has no {several(lacking)}.", "Calibrate the machine again.")
     assembly = assemble_tree(run.spec, Marks("spec.yaml"), defaults=defaults(), world=plan.world)
