@@ -25,6 +25,22 @@ def update_need(optimizer: OptimizerPlugin) -> Need:
     )
 
 
+def logits_need(optimizer: OptimizerPlugin) -> list[Need]:
+    """Need of logits that follow weights, where the optimizer clips them."""
+    if optimizer.qk_clipping() is None:
+        return []
+    why = f"the optimizer {optimizer.name} scales the weights of a head to clip its logits (QK-Clip)"
+    return [
+        need(
+            "logits",
+            ("weights",),
+            reason=f"{why}, so they must be told, and shrink as these do",
+            fix="Leave the clip out, or use an attention that offers it, as mla does, and gqa with qk_norm: none.",
+            option="use",
+        )
+    ]
+
+
 def with_update(section: str, offered: Offers) -> Offers:
     """Offers of a part of a section, in which a region of the optimizer says that the update is elementwise.
 

@@ -1,0 +1,94 @@
+"""The largest logit of each head is that of the dense scores, with windows, documents and sequences shared by ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dense_attention import AttentionCase
+from moefw.compose.build import open_layout
+from moefw.runtime.attention import largest_logits as measured
+from moefw.runtime.attention.mask import Mask
+from moefw.runtime.parallel.sequence_cut import SequenceCut
+from moefw.testing.layer_case import LayerCase
+from moefw.testing.pool import RankPool
+
+CASES = {
+    "heads of their own": AttentionCase(groups=4, keys=16, queries=16),
+    "shared keys": AttentionCase(keys=16, queries=16),
+    "a scale, no values": AttentionCase(keys=16, queries=16, scale=0.3, width=6, value_width=3),
+    "a window": AttentionCase(keys=16, queries=16, window=3),
+    "documents": AttentionCase(keys=16, queries=16, documents=True),
+    "documents and a window": AttentionCase(keys=16, queries=16, documents=True, window=5),
+    "one token": AttentionCase(keys=1, queries=1),
+}
+PACKS = {"a pack": None, "a pack with a window": 3}
+LENGTHS = (4, 8, 4)
+
+
+def of_case(name: str) -> tuple[Tensor, Tensor, Mask, float | None]:
+    """Return queries, keys, a mask and a scale."""
+    case = CASES.get(name, AttentionCase(batch=1, keys=16, queries=16))
+    (q, k, _), mask = case.drawn()
+    if name in PACKS:
+        documents_BS = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).unsqueeze(0)
+        mask = Mask(window=PACKS[name], documents_BS=documents_BS, lengths=LENGTHS)
+    return q.detach(), k.detach(), mask, case.scale
+
+
+def dense(q: Tensor, k: Tensor, mask: Mask, scale: float | None) -> Tensor:
+    """Return the largest visible score ``(H)`` of each head, of all scores in fp64."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q.double() @ k.double().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return scores.masked_fill(~mask.visible(q.shape[2], k.shape[2], q.device), -torch.inf).amax((0, 2, 3))
+
+
+@pytest.mark.parametrize("most", [measured.MOST_LOGITS, 100])
+@pytest.mark.parametrize("name", [*CASES, *PACKS])
+def test_largest_logits_are_those_of_all_scores(monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> None:
+    monkeypatch.setattr(measured, "MOST_LOGITS", most)
+    q, k, mask, scale = of_case(name)
+    alone = SequenceCut(open_layout(LayerCase().resolve(), "cpu"))
+    found = measured.largest_logits(q, k, mask, alone, scale=scale)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), dense(q, k, mask, scale), rtol=1e-6, atol=0)
+
+
+def test_logits_of_bf16_are_not_rounded() -> None:
+    q, k, mask, scale = of_case("shared keys")
+    q, k = q.bfloat16(), k.bfloat16()
+    alone = SequenceCut(open_layout(LayerCase().resolve(), "cpu"))
+    found = measured.largest_logits(q, k, mask, alone, scale=scale)
+    torch.testing.assert_close(found.double(), dense(q, k, mask, scale), rtol=1e-6, atol=0)
+
+
+def test_no_queries_have_no_logit() -> None:
+    alone = SequenceCut(open_layout(LayerCase().resolve(), "cpu"))
+    nothing = torch.empty(0, 4, 5, 8)
+    assert (measured.largest_logits(nothing, nothing, Mask(), alone, scale=None) == -torch.inf).all()
+
+
+def of_ranks(name: str) -> Tensor:
+    """Return the largest logits of this rank's queries, and of both ranks', ``(2, H)``."""
+    q, k, mask, scale = of_case(name)
+    cp = {"parallel": {"dense": {"cp": 2}}, "train": {"tokens_per_step": 16, "micro_batch": 1, "seq_len": 16}}
+    cut = SequenceCut(open_layout(LayerCase(tokens=(1, 1), parts=cp).resolve(), "cpu"))
+    q, k = (cut.own(each, 2, mask.lengths) for each in (q, k))
+    own = measured.largest_logits(q, k, replace(mask, cp=2), cut, scale=scale)
+    of_both = own.clone()
+    dist.all_reduce(of_both, dist.ReduceOp.MAX)
+    return torch.stack([own, of_both])
+
+
+@pytest.mark.parametrize("name", ["shared keys", "a window", "documents and a window", *PACKS])
+def test_ranks_that_share_sequences_see_the_keys_of_all(pool: RankPool, name: str) -> None:
+    ranks = pool.run(of_ranks, 2, name)
+    wanted = dense(*of_case(name))
+    for own, of_both in ranks:
+        torch.testing.assert_close(of_both.double(), wanted, rtol=1e-6, atol=0)
+        assert (own <= of_both).all()
+    assert not torch.equal(ranks[0][0], ranks[1][0]), "each rank has queries of its own"
