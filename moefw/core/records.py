@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import and_, ge, gt, le
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -230,8 +231,8 @@ class QKClip:
     by g = threshold / S. Queries take g^alpha, their keys g^(1 - alpha).
     """
 
-    threshold: float
-    alpha: float = 0.5
+    threshold: float = field(validator=gt(0.0))
+    alpha: float = field(default=0.5, validator=and_(ge(0.0), le(1.0)))
 
 
 @frozen(kw_only=True)
