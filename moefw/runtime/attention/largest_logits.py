@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moefw.core.contracts import Attention
 from moefw.core.errors import ContractError
 from moefw.core.records import QKClip
-from moefw.runtime.accounting import done_again
+from moefw.runtime.accounting import done_again, standing_for
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.runtime.parallel.tensor_parallel import TensorParallel
@@ -161,5 +161,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """Products of matrices in fp32 or wider. PyTorch has those of bf16 for CUDA only; elsewhere they are widened."""
     if takes_kernels(a) and a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return torch.bmm(a.to(wide), b.to(wide))
+    return torch.bmm(_widened(a), _widened(b))
+
+
+def _widened(x: Tensor) -> Tensor:
+    """``x`` in fp32 or wider, in which a CPU multiplies it."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.dtype is wide:
+        return x
+    with standing_for(x, x.dtype):
+        return x.to(wide)
