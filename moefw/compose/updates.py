@@ -29,12 +29,12 @@ def logits_need(optimizer: OptimizerPlugin) -> list[Need]:
     """Need of logits that follow weights, where the optimizer clips them."""
     if optimizer.qk_clipping() is None:
         return []
-    why = f"the optimizer {optimizer.name} scales the weights of a head to clip its logits (QK-Clip)"
+    what = f"the optimizer {optimizer.name} clips the logits of a head by scaling its weights (QK-Clip)"
     return [
         need(
             "logits",
             ("weights",),
-            reason=f"{why}, so they must be told, and shrink as these do",
+            reason=f"{what}, and a norm or a clip of queries and keys takes their scale away",
             fix="Leave the clip out, or use an attention that offers it, as mla does, and gqa with qk_norm: none.",
             option="use",
         )

@@ -178,7 +178,7 @@ def test_logits_that_do_not_follow_weights_are_refused(attention: dict[str, Any]
         resolved(text, registry=registry(attentions=[OwnAttention]))
     (problem,) = refused.value.problems
     assert problem.where.endswith("train.optimizer.use")
-    assert "attention logits in proportion to weights: the optimizer muon scales the weights of a head" in problem.what
+    assert "attention logits in proportion to weights: the optimizer muon clips the logits of a head" in problem.what
     assert offered in problem.what
     assert "gqa with qk_norm: none" in problem.fix
 
