@@ -43,6 +43,8 @@ BROKEN: list[tuple[Any, str, str]] = [
     (attentions.ForgetsBiasesOfHeads, "logits_shrink", "Does logit_rows() name all rows"),
     (attentions.TakesTurnsWithHeads, "logits_shrink", "with the rows of head 0 of keys scaled, logits are off"),
     (attentions.HidesItsCore, "logits_shrink", "Let it assign context.core(...) to an attribute"),
+    (attentions.NamesRowsOfNoTensor, "logits_shrink", "and has no tensor of that name"),
+    (attentions.NamesTooFewRows, "logits_shrink", "which has 16 rows"),
     (attentions.NamesNoRows, "logits_shrink", "Let logit_rows() say which make them"),
     (attentions.ForgetsThePast, "goes_on", "the output changes if tokens are read in pieces of (1, 1"),
     (attentions.KeepsTablesByShape, "a_batch_of_the_shape", "Is a table or a mask kept by the shape?"),

@@ -63,9 +63,7 @@ def long(pool: RankPool) -> LayoutTable:
     return LayoutTable(PATH, pool)
 
 
-@pytest.mark.parametrize(
-    "layout", quick(LAYOUTS, "tp, keys on all ranks", "tp x FSDP x ep", "cp, gathered", "pp, a stage without attention")
-)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "tp, keys on all ranks", "tp x FSDP x ep", "cp, gathered"))
 def test_a_clip_trains_as_on_one_rank(short: LayoutTable, layout: str) -> None:
     _assert_alike(short, layout)
 

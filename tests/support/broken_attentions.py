@@ -194,6 +194,16 @@ class HidesItsCore(PlainAttention):
         return partial(super().kernel_of(context))
 
 
+class NamesRowsOfNoTensor(PlainAttention):
+    def logit_rows(self) -> Mapping[str, HeadRows]:
+        return {f"attention.{name}": rows for name, rows in super().logit_rows().items()}
+
+
+class NamesTooFewRows(PlainAttention):
+    def logit_rows(self) -> Mapping[str, HeadRows]:
+        return {name: evolve(rows, heads=HEADS // 2) for name, rows in super().logit_rows().items()}
+
+
 class NamesNoRows(PlainAttention):
     def logit_rows(self) -> Mapping[str, HeadRows]:
         return {}
