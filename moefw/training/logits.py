@@ -117,7 +117,8 @@ def _stored(attention: nn.Module, rows: Mapping[str, HeadRows], groups: int, alp
                 what = f"{type(attention).__name__} says that {of_heads} make {box.name}, which has {box.whole[0]} rows"
                 raise ContractError(f"{what}, with {groups} groups of heads.", "Let logit_rows() fit its tensors.")
             group_R = torch.arange(groups).repeat_interleave(box.whole[0] // groups)
-            own = slice(box.corner[0], box.corner[0] + box.slices[box.dims[0]].stop - box.slices[box.dims[0]].start)
+            in_stored = box.slices[box.dims[0]]
+            own = slice(box.corner[0], box.corner[0] + in_stored.stop - in_stored.start)
             device = local(parameter).device
             yield _Stored(
                 parameter=parameter,

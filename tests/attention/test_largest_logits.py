@@ -66,6 +66,24 @@ def test_logits_of_bf16_are_not_rounded() -> None:
     torch.testing.assert_close(found.double(), dense(q, k, mask, scale), rtol=1e-6, atol=0)
 
 
+def test_a_gpu_multiplies_bf16_and_sums_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is given, without a wider copy. PyTorch has this product for CUDA only."""
+    given: list[torch.dtype] = []
+
+    def bmm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        given.extend([a.dtype, b.dtype])
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    monkeypatch.setattr(measured, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(torch, "bmm", bmm)
+    q, k, mask, scale = of_case("a window")
+    q, k = q.bfloat16(), k.bfloat16()
+    alone = SequenceCut(open_layout(LayerCase().resolve(), "cpu"))
+    found = measured.largest_logits(q, k, mask, alone, scale=scale)
+    torch.testing.assert_close(found.double(), dense(q, k, mask, scale), rtol=1e-6, atol=0)
+    assert set(given) == {torch.bfloat16}
+
+
 def test_no_queries_have_no_logit() -> None:
     alone = SequenceCut(open_layout(LayerCase().resolve(), "cpu"))
     nothing = torch.empty(0, 4, 5, 8)

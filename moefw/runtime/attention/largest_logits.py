@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from math import inf, sqrt
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -55,14 +55,23 @@ class MeasuredCore(nn.Module):
         self._cuts = cuts
         self._tp = tp
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None, **sinks: Any) -> Any:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        *,
+        sinks_H: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
         """``out_BHSe`` of the core, as it is."""
         if self.training:
             own_heads = self.largest_H.chunk(self._tp.size)[self._tp.index]
             with torch.no_grad(), done_again():
                 largest = largest_logits(q, k, mask, self._cuts[mask.cp], scale=scale)
                 own_heads.copy_(torch.maximum(own_heads, largest))
-        return self._core(q, k, v, mask, scale=scale, **sinks)
+        return self._core(q, k, v, mask, sinks_H=sinks_H, scale=scale)
 
 
 def measure_logits(attention: nn.Module, device: torch.device) -> None:
