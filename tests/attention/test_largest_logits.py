@@ -1,4 +1,4 @@
-"""The largest logit of each head is that of the dense scores, with windows, documents and sequences shared by ranks."""
+"""The largest logit of each head is that of dense scores: windows, documents, padding, sequences that ranks share."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ CASES = {
     "one token": AttentionCase(keys=1, queries=1),
 }
 PACKS = {"a pack": None, "a pack with a window": 3}
+PADDED = ("padding", "a pack with padding")
 LENGTHS = (4, 8, 4)
 
 
@@ -34,9 +35,11 @@ def of_case(name: str) -> tuple[Tensor, Tensor, Mask, float | None]:
     """Return queries, keys, a mask and a scale."""
     case = CASES.get(name, AttentionCase(batch=1, keys=16, queries=16))
     (q, k, _), mask = case.drawn()
-    if name in PACKS:
+    if name in PACKS or name == "a pack with padding":
         documents_BS = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).unsqueeze(0)
-        mask = Mask(window=PACKS[name], documents_BS=documents_BS, lengths=LENGTHS)
+        mask = Mask(window=PACKS.get(name), documents_BS=documents_BS, lengths=LENGTHS)
+    if name in PADDED:
+        mask = replace(mask, valid_BS=(torch.arange(16) % 8 < 2).expand(len(q), -1))
     return q.detach(), k.detach(), mask, case.scale
 
 
@@ -44,11 +47,14 @@ def dense(q: Tensor, k: Tensor, mask: Mask, scale: float | None) -> Tensor:
     """Return the largest visible score ``(H)`` of each head, of all scores in fp64."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q.double() @ k.double().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return scores.masked_fill(~mask.visible(q.shape[2], k.shape[2], q.device), -torch.inf).amax((0, 2, 3))
+    scores = scores.masked_fill(~mask.visible(q.shape[2], k.shape[2], q.device), -torch.inf)
+    if mask.valid_BS is not None:
+        scores = scores.masked_fill(~mask.valid_BS[:, None, :, None], -torch.inf)
+    return scores.amax((0, 2, 3))
 
 
 @pytest.mark.parametrize("most", [measured.MOST_LOGITS, 100])
-@pytest.mark.parametrize("name", [*CASES, *PACKS])
+@pytest.mark.parametrize("name", [*CASES, *PACKS, *PADDED])
 def test_largest_logits_are_those_of_all_scores(monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> None:
     monkeypatch.setattr(measured, "MOST_LOGITS", most)
     q, k, mask, scale = of_case(name)
@@ -96,13 +102,14 @@ def of_ranks(name: str) -> Tensor:
     cp = {"parallel": {"dense": {"cp": 2}}, "train": {"tokens_per_step": 16, "micro_batch": 1, "seq_len": 16}}
     cut = SequenceCut(open_layout(LayerCase(tokens=(1, 1), parts=cp).resolve(), "cpu"))
     q, k = (cut.own(each, 2, mask.lengths) for each in (q, k))
-    own = measured.largest_logits(q, k, replace(mask, cp=2), cut, scale=scale)
+    valid_BS = None if mask.valid_BS is None else cut.own(mask.valid_BS, 1, mask.lengths)
+    own = measured.largest_logits(q, k, replace(mask, cp=2, valid_BS=valid_BS), cut, scale=scale)
     of_both = own.clone()
     dist.all_reduce(of_both, dist.ReduceOp.MAX)
     return torch.stack([own, of_both])
 
 
-@pytest.mark.parametrize("name", ["shared keys", "a window", "documents and a window", *PACKS])
+@pytest.mark.parametrize("name", ["shared keys", "a window", "documents and a window", *PACKS, *PADDED])
 def test_ranks_that_share_sequences_see_the_keys_of_all(pool: RankPool, name: str) -> None:
     ranks = pool.run(of_ranks, 2, name)
     wanted = dense(*of_case(name))

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "HSDP": {"ranks": 4, "parallel": {"dense": {"shard": 2}, "experts": {"shard": 2}}, "model": "tied"},
     "ep": {"ranks": 2, "parallel": {"experts": {"ep": 2}}, "model": "latents"},
-    "cp, gathered": {"ranks": 2, "parallel": {"dense": {"cp": 2}}, "model": "tied"},
+    "cp, gathered, padded": {"ranks": 2, "parallel": {"dense": {"cp": 2}}, "model": "tied", "padded": True},
     "cp, around a ring": {
         "ranks": 2,
         "parallel": {"dense": {"cp": 2}},
@@ -63,7 +63,7 @@ def long(pool: RankPool) -> LayoutTable:
     return LayoutTable(PATH, pool)
 
 
-@pytest.mark.parametrize("layout", quick(LAYOUTS, "tp, keys on all ranks", "tp x FSDP x ep", "cp, gathered"))
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "tp, keys on all ranks", "tp x FSDP x ep", "cp, gathered, padded"))
 def test_a_clip_trains_as_on_one_rank(short: LayoutTable, layout: str) -> None:
     _assert_alike(short, layout)
 

@@ -92,7 +92,7 @@ def measure_logits(attention: nn.Module, device: torch.device) -> None:
 def largest_logits(q_BHSd: Tensor, k_BGSd: Tensor, mask: Mask, cut: SequenceCut, *, scale: float | None) -> Tensor:
     """Largest logit ``(H)`` of this rank's queries, fp32 or wider: q k, times the scale, of keys that the mask shows.
 
-    ``cut``: how ranks share the sequences. Their keys are gathered. -inf where there is no query.
+    Queries are of valid tokens. ``cut``: how ranks share the sequences. Their keys are gathered. -inf: no query.
     """
     scale = 1.0 / sqrt(q_BHSd.shape[-1]) if scale is None else scale
     k_BSw = cut.gather(k_BGSd.transpose(1, 2).flatten(2), mask.lengths)
@@ -149,7 +149,11 @@ def _largest_of(run: _Run, q_BHSd: Tensor, k_BGSd: Tensor, mask: Mask) -> Tensor
     masked = run.place if is_plain else first
     visible = _visible(run, masked, mask, q.device)
     logits_BHSS[..., masked - first :].masked_fill_(~visible, -inf)
-    return logits_BHSS.amax((0, 2, 3))
+    largest_BHS = logits_BHSS.amax(-1)
+    if mask.valid_BS is not None:
+        valid_BS = mask.valid_BS[:, run.first : run.first + run.length]
+        largest_BHS = largest_BHS.masked_fill(~valid_BS.unsqueeze(1), -inf)
+    return largest_BHS.amax((0, 2))
 
 
 def _visible(run: _Run, first_key: int, mask: Mask, device: torch.device) -> Tensor:
