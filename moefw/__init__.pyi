@@ -67,9 +67,11 @@ from moefw.core.probes import ProbeError as ProbeError
 from moefw.core.records import Action as Action
 from moefw.core.records import AdaptedWeight as AdaptedWeight
 from moefw.core.records import Canonical as Canonical
+from moefw.core.records import HeadRows as HeadRows
 from moefw.core.records import Pair as Pair
 from moefw.core.records import ParameterFacts as ParameterFacts
 from moefw.core.records import ParameterRole as ParameterRole
+from moefw.core.records import QKClip as QKClip
 from moefw.core.records import RowGroups as RowGroups
 from moefw.core.records import SavedOperand as SavedOperand
 from moefw.core.records import Shard as Shard

@@ -30,6 +30,8 @@ MEANINGS: Final[Mapping[str, str]] = {
     "split": "axes along which a model can be split: `pp`, `cp`, `tp`",
     "core": "what computes attention in the hands of `context.core`: `sdpa`, `flex`, or scores of an attention's `own`",
     "heads": "a number: the heads of an attention; a need is how many ranks share them evenly",
+    "logits": "what attention logits are in proportion to: `weights`, the rows that `Attention.logit_rows` names; "
+    "`norms` or a `clip` of queries and keys, which take the scale of weights away",
     "token_ids": "a number: how many token ids a model accepts",
     "partition": "tokens on which a routing depends: of a `token`, `sequence`, `micro_batch`, `global_batch` or `rank`",
     "region": 'pairs (region, mechanism) that memory policies may use: `("experts", "offload")`',

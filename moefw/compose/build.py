@@ -17,14 +17,17 @@ from moefw.core.context import BuildContext, ExpertGroup, ModelContext
 from moefw.core.contracts import ContextAttention, Layout, MemoryPolicy, Precision
 from moefw.core.errors import ContractError, PluginError
 from moefw.core.plugin import AdapterPlugin, Plugin
-from moefw.core.records import AdaptedWeight, Order, Shard, Side
+from moefw.core.records import AdaptedWeight, Order, QKClip, Shard, Side
 from moefw.core.site import Site
+from moefw.runtime.attention.largest_logits import MeasuredCore, measure_logits
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.memory.dropped import drops
 from moefw.runtime.naming import expert_parameters
 from moefw.runtime.parallel.cp_blocks import layouts_by_cp
 from moefw.runtime.parallel.local_shards import sharded_sides
 from moefw.runtime.parallel.opened_layout import open_by, second_group
+from moefw.runtime.parallel.sequence_cut import SequenceCut
+from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.runtime.phases import Phase, straight
 from moefw.runtime.pipeline.placement import Stages
 from moefw.runtime.pipeline.stage import Pipelined
@@ -76,7 +79,8 @@ class Watch(Protocol):
 class LayerContext(BuildContext):
     """Context of one layer's parts. ``recipes``: the precision recipe and its fallback.
 
-    ``merges``: whether the forward of a micro-batch runs beside the backward of another. ``calling``: the context in
+    ``merges``: whether the forward of a micro-batch runs beside the backward of another. ``qk_clip``: the clip for
+    which the core of the attention is measured. ``calling``: the context in
     which an error is that of a plugin's method.
     """
 
@@ -95,6 +99,7 @@ class LayerContext(BuildContext):
     context_attentions: Mapping[int | None, ContextAttention] = Factory(dict)
     watch: Watch | None = None
     merges: bool = False
+    qk_clip: QKClip | None = None
 
     @property
     def local_experts(self) -> range:
@@ -157,7 +162,14 @@ class LayerContext(BuildContext):
             return self.adapters.build_stacked(self, weight)
 
     def core(self, attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-        """Core of this layer's attention: ``attend``, or what the ranks of cp do around it."""
+        """Core of this layer's attention: ``attend``, or what the ranks of cp do around it; measured if logits are."""
+        core = self._core(attend)
+        if self.qk_clip is None:
+            return core
+        cuts = {cp: SequenceCut(layout) for cp, layout in self.layouts.items()}
+        return MeasuredCore(core, cuts, TensorParallel(self.layout), self.qk_clip, layer=self.site.layer)
+
+    def _core(self, attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
         around = self.context_attentions
         if not around:
             return lambda *tensors, **options: attend(*tensors, **options)[0]
@@ -260,6 +272,7 @@ class ModelParts(ModelContext):
         self._watch = watch
         self._contexts: dict[int, LayerContext] = {}
         self._layouts = layouts_by_cp(layout, dynamic=assembly.spec.train.packing == "dynamic")
+        self._qk_clip = assembly.parts.optimizer.qk_clipping()
 
     @property
     def layout(self) -> Layout:
@@ -327,6 +340,7 @@ class ModelParts(ModelContext):
             policies=policies,
             layouts=self._layouts,
             context_attentions=self._context_attentions(bare),
+            qk_clip=self._qk_clip,
             sharding=self._sharding,
             watch=self._watch,
         )
@@ -352,7 +366,9 @@ class ModelParts(ModelContext):
         plugin = self.assembly.parts.attention
         with self._calling(plugin):
             attention = plugin.build(context)
-        assert isinstance(attention, nn.Module)
+            assert isinstance(attention, nn.Module)
+            if self._qk_clip is not None:
+                measure_logits(attention, self.device)
         return context.unit(attention, context.recipe("attention"))
 
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:

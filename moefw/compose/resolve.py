@@ -25,7 +25,7 @@ from moefw.compose.spec.source import KeyPath, Marks, Tree, key_path, read_spec_
 from moefw.compose.spec.structure import structure
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.compose.stages import stage_problems
-from moefw.compose.updates import update_need, with_update
+from moefw.compose.updates import logits_need, update_need, with_update
 from moefw.core.choice import Choice
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
@@ -96,6 +96,7 @@ def assemble_tree(
     work.check_regions()
     work.check_phases(spec.train)
     work.check_freeze(spec.train)
+    work.check_clip(spec.train)
     layout = work.lay_out(world)
     work.ask_for_graphs(spec.train, layout, trains=trains)
     work.ask_for_an_update()
@@ -424,6 +425,17 @@ class _Resolution:
                 fix = "Name some in train.freeze, choose an adapter, or leave frozen_weights out."
                 self.tell(("train", "frozen_weights"), Problem(what, fix))
 
+    def check_clip(self, train: TrainSpec) -> None:
+        """Report frozen weights beside a clip of logits, which scales weights."""
+        optimizer = self._find("optimizer")
+        adapter = self._find("adapter")
+        if optimizer:
+            with self.asking(optimizer.path, optimizer.part, "qk_clipping()"):
+                freezes = train.freeze or (adapter and adapter.part.freezes)
+                if freezes and optimizer.part.qk_clipping() is not None:
+                    what = f"{optimizer} scales weights of attention to clip logits (QK-Clip), and weights are frozen."
+                    self.tell((*optimizer.path, "use"), Problem(what, "Leave the clip out, or train all weights."))
+
     def lay_out(self, world: int | None) -> LayoutPlan | None:
         """Return the layout plan of the world, or report why there is none."""
         placed = self._find("parallel")
@@ -455,11 +467,13 @@ class _Resolution:
                 self.graph_demands = [(asker, need) for need in graph_needs(layout)]
 
     def ask_for_an_update(self) -> None:
-        """Let the assembly ask the optimizer for an update that is the same under every layout."""
+        """Let the assembly ask for an update that is the same under every layout, and for logits that it may clip."""
         optimizer = self._find("optimizer")
         if optimizer:
             asker = _Placed(optimizer.path, Asker("the assembly"))
             self.update_demands = [(asker, update_need(optimizer.part))]
+            with self.asking(optimizer.path, optimizer.part, "qk_clipping()"):
+                self.update_demands += [(asker, need) for need in logits_need(optimizer.part)]
 
     def check_graphs(self, layout: LayoutPlan, train: TrainSpec, layers: Mapping[int, LayerAssembly]) -> None:
         """Report why steps are not replayed, beside what parts offer."""

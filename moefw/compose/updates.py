@@ -25,6 +25,22 @@ def update_need(optimizer: OptimizerPlugin) -> Need:
     )
 
 
+def logits_need(optimizer: OptimizerPlugin) -> list[Need]:
+    """Need of logits that follow weights, where the optimizer clips them."""
+    if optimizer.qk_clipping() is None:
+        return []
+    what = f"the optimizer {optimizer.name} clips the logits of a head by scaling its weights (QK-Clip)"
+    return [
+        need(
+            "logits",
+            ("weights",),
+            reason=f"{what}, and a norm or a clip of queries and keys takes their scale away",
+            fix="Leave the clip out, or use an attention that offers it, as mla does, and gqa with qk_norm: none.",
+            option="use",
+        )
+    ]
+
+
 def with_update(section: str, offered: Offers) -> Offers:
     """Offers of a part of a section, in which a region of the optimizer says that the update is elementwise.
 

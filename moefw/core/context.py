@@ -146,7 +146,8 @@ class BuildContext(Protocol):
 
         It is ``attend`` (:func:`moefw.runtime.attention.attend.attend`, or a like function) on whole sequences. Where
         the ranks of cp share them, it exchanges what it needs. An attention that offers ``core`` calls this in
-        ``build``, and makes each mask by :meth:`moefw.runtime.attention.mask.Mask.of`.
+        ``build``, and makes each mask by :meth:`moefw.runtime.attention.mask.Mask.of`. Where an optimizer clips logits,
+        the core is a module that measures them: the attention assigns it to an attribute.
         """
 
     def unit(self, module: M, precision: Precision, side: Side = "dense") -> M:

@@ -10,7 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from moefw.core.errors import PlanError
-from moefw.core.records import AdaptedWeight, Canonical, Pass, Role, RowGroups, SavedOperand, Side, State, Zero
+from moefw.core.records import (
+    AdaptedWeight,
+    Canonical,
+    HeadRows,
+    Pass,
+    Role,
+    RowGroups,
+    SavedOperand,
+    Side,
+    State,
+    Zero,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -154,6 +165,13 @@ class Attention(ABC):
 
         A token sees itself and the earlier tokens of its sequence and its document.
         """
+
+    def logit_rows(self) -> Mapping[str, HeadRows]:
+        """Rows that make queries and keys, by the canonical name of a tensor within the attention.
+
+        Required if the plugin offers ``logits=("weights",)``: a logit is then in proportion to the rows of its head.
+        """
+        return {}
 
 
 class CachedAttention(Attention):

@@ -78,6 +78,7 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("split", "a model that is split along {}", "some", ("model",), itemised=True),
         Fact("core", "attention around the core {}", "one of", ("attention",)),
         Fact("heads", "attention heads that {} ranks share evenly", "multiple", ("attention",)),
+        Fact("logits", "attention logits in proportion to {}", "one of", ("attention",), silence=("unsaid",)),
         Fact("token_ids", "{} token ids", "some at least", ("model",), silence=ANY),
         Fact("partition", "routing that looks at one {}", "one of", ("routing",)),
         Fact("region", "region {} to allow {}", "some", ("model", "attention", "gemm", "optimizer"), itemised=True),

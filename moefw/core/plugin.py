@@ -10,7 +10,7 @@ from attrs.validators import ge, gt, optional
 
 from moefw.core.errors import Problem
 from moefw.core.facts import ANY, Need, Offers, offers
-from moefw.core.records import AdaptedWeight, Order, TrainedParameters
+from moefw.core.records import AdaptedWeight, Order, QKClip, TrainedParameters
 from moefw.core.site import Dims, Site
 
 if TYPE_CHECKING:
@@ -405,6 +405,13 @@ class OptimizerPlugin(Plugin):
 
         The runtime brings each matrix together, whole, wherever its parts are stored. Policies treat its states, too.
         With a rule, ``states`` names all states of the optimizer from ``build``.
+        """
+        return None
+
+    def qk_clipping(self) -> QKClip | None:
+        """Clip of attention logits behind each update; None: there is none. The runtime measures logits, and clips.
+
+        It needs an attention that offers ``logits=("weights",)``.
         """
         return None
 

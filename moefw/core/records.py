@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import and_, ge, gt, le
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -204,6 +205,34 @@ def _plain_facts(name: str, parameter: Parameter) -> ParameterFacts:
     """Facts of a parameter of which nothing else is known."""
     role: ParameterRole = "matrix" if parameter.dim() > 1 else "vector"
     return ParameterFacts(name=name, role=role, side="dense", tensors={name: tuple(parameter.shape)})
+
+
+LogitPart = Literal["query", "key", "lone_query", "other"]
+"""What rows make of a head: queries, keys, queries that meet keys of all heads, or what no logit depends on."""
+
+
+@frozen(kw_only=True)
+class HeadRows:
+    """Which rows of a named tensor make which heads: each of ``heads`` has an equal share of the rows, in order.
+
+    ``parts``: of the rows of each head, in order, what they make and how many do. Query heads that share a key are
+    neighbours.
+    """
+
+    heads: int
+    parts: tuple[tuple[LogitPart, int], ...]
+
+
+@frozen(kw_only=True)
+class QKClip:
+    """Clip of attention logits that an optimizer asks for (QK-Clip; Kimi K2, arXiv 2507.20534 section 2.1).
+
+    Where the largest logit S of a head is above ``threshold``, its weights are scaled so that it is at ``threshold``:
+    by g = threshold / S. Queries take g^alpha, their keys g^(1 - alpha).
+    """
+
+    threshold: float = field(validator=gt(0.0))
+    alpha: float = field(default=0.5, validator=and_(ge(0.0), le(1.0)))
 
 
 @frozen(kw_only=True)

@@ -104,8 +104,8 @@ def done_for_step() -> AbstractContextManager[None]:
 
 
 def done_again() -> AbstractContextManager[None]:
-    """Block whose products are those of forward once more: backward computes them instead of saving their results."""
-    return _counted(done_again=True)
+    """Block whose products are those of forward once more, as their results were not kept. A compiler sees none."""
+    return nullcontext() if torch.compiler.is_compiling() else _counted(done_again=True)
 
 
 def standing_for(codes: Tensor, dtype: torch.dtype) -> AbstractContextManager[None]:

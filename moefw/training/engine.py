@@ -26,6 +26,7 @@ from moefw.system.stamps import stamp
 from moefw.training.amax_meters import Meters
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.graphed_run import GraphedRun, OnFailure
+from moefw.training.logits import Logits
 from moefw.training.micro_batches import Clock, Run, in_order, passes_share, run_of
 from moefw.training.step_sums import Attempt, Tally
 from moefw_kernels.devices import on_device
@@ -64,7 +65,8 @@ class StepResult:
     and whether the step was bad. ``note`` is a line about a bad step, empty for other steps. ``routes``: the expert ids
     of this rank's tokens by layer, for each of its micro-batches, if the engine keeps them. ``tokens`` counts valid
     ones, with a loss or not. ``grad_norms`` are those of the parts of the model, whose squares add up to that of
-    ``grad_norm``. ``votes``: of the ranks on the work beside steps, as it was before the update.
+    ``grad_norm``. ``largest_logit``: of all attentions, before the update; None: it is not measured. ``votes``: of the
+    ranks on the work beside steps, as it was before the update.
     """
 
     loss: float
@@ -76,6 +78,7 @@ class StepResult:
     layers: tuple[int, ...]
     load_LE: list[list[float]]
     router_entropy_L: list[float | None]
+    largest_logit: float | None = None
     note: str = ""
     votes: Votes = Votes()
     routes: Sequence[Mapping[int, Tensor]] = ()
@@ -128,6 +131,7 @@ class Engine:
             )
             self.watched_run = self.run
         self.meters = Meters(model, layout)
+        self.logits = Logits(model, layout)
         self.routers: dict[int, Any] = {
             layer.number: layer.router for layer in model.modules() if isinstance(layer, MoELayer)
         }
@@ -210,6 +214,7 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_factor", 1.0)
             self.optimizer.step()
+            self.logits.clip()
             for number, layer in made.tally.layers.items():  # of this rank
                 if not stays(self.routers[number]):
                     self.routers[number].update(layer.stats)
@@ -221,6 +226,7 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.begin()
         self.meters.start()
+        self.logits.start()
         tally = run(batches, clock)
         with clock("gradients"):
             aux_scale = batches[0].aux_scale
@@ -228,7 +234,8 @@ class Engine:
             votes = None
             if self.beside is not None:
                 votes = on_device(torch.tensor(self.beside.votes(), dtype=torch.float64), tally.loss.device)
-            tally.reduce(self.layout, valid_tokens=1.0 / aux_scale, votes=votes)
+            valid_tokens = 1.0 / aux_scale
+            tally.reduce(self.layout, valid_tokens=valid_tokens, votes=votes, largest_logits=self.logits.reduced())
         return tally
 
     def _scaled(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -290,6 +297,7 @@ def _result(made: Attempt) -> StepResult:
         layers=tuple(made.told.layers),
         load_LE=shares,
         router_entropy_L=[layer.router_entropy for layer in layers],
+        largest_logit=max((largest.item() for largest in made.told.largest_logits.values()), default=None),
         votes=Votes() if made.told.votes is None else Votes(*map(round, made.told.votes.tolist())),
         routes=made.tally.routes or (),
     )

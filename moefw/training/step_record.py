@@ -26,6 +26,8 @@ def record_of(step: int, lr: float, result: StepResult) -> Record:
         "lr": lr,
         "load_max_over_mean": result.load_max_over_mean,
     }
+    if result.largest_logit is not None:
+        record["largest_logit"] = result.largest_logit
     if result.layers:
         record["experts"] = summary(np.array(result.load_LE), result.router_entropy_L)
     return record

@@ -74,6 +74,8 @@ class Tally:
         self.layers: dict[int, LayerTally] = {}
         self.valid_tokens = 0
         """Those of the global batch, with a loss or not, once the sums are on the host."""
+        self.largest_logits: dict[int, Tensor] = {}
+        """That of each layer, of those whose attentions are measured, once the sums are on the host."""
         self.replay = ""
         """The replay that makes these sums, which a stamp of the wait for them names; empty: passes with own stamps."""
         self.votes: Tensor | None = None
@@ -99,18 +101,26 @@ class Tally:
             self.routes += [{} for _ in range(number + 1 - len(self.routes))]
             self.routes[number] |= {layer: new.expert_ids_TK for layer, new in output.layers.items()}
 
-    def reduce(self, layout: Layout, valid_tokens: Tensor | None = None, votes: Tensor | None = None) -> None:
+    def reduce(
+        self,
+        layout: Layout,
+        valid_tokens: Tensor | None = None,
+        votes: Tensor | None = None,
+        largest_logits: Mapping[int, Tensor] | None = None,
+    ) -> None:
         """Sum over all ranks that hold different tokens, in one all-reduce, and start to copy the sums to the host.
 
         ``valid_tokens``: the number of valid tokens of all ranks, which is copied with them. ``votes``: numbers of this
         rank, fp64, which are summed over all ranks with the rest; given in all steps, or in none: a sum of many ranks
-        rounds by its place in the all-reduce.
+        rounds by its place in the all-reduce. ``largest_logits``: that of each layer of this rank, fp64, the same on
+        all ranks that have the layer.
         """
         self.votes = votes
         group = layout.group(*STAGE)
         named = self._named()
         if group is not None:
             all_reduce_flat(list(named.values()), group)
+        named |= {("largest logit", layer, ""): largest for layer, largest in (largest_logits or {}).items()}
         self._told = _of_all_stages(named, layout.group("pp"))
         if valid_tokens is not None:
             self._told = {**self._told, ("valid tokens", 0, ""): valid_tokens}
@@ -137,6 +147,8 @@ class Tally:
                 told.valid_tokens = round(value.item())
             elif kind == "votes":
                 told.votes = value
+            elif kind == "largest logit":
+                told.largest_logits[number] = value
             elif kind == "losses":
                 told.losses[name] = value
             else:

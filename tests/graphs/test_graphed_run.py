@@ -289,6 +289,16 @@ def test_a_run_that_replays_its_steps_trains_the_same_weights(own_pool: RankPool
     assert own_pool.run(apart, world, case_of(world, ROUTING["bias"], shared)) == [[]] * world
 
 
+def test_a_run_that_replays_its_steps_clips_the_same_logits(own_pool: RankPool) -> None:
+    """The engine clips behind the replay, by maxima in memory that the graph writes."""
+    clip = {"use": "muon", "qk_clip": 0.02}
+    clipped: Parts = {
+        "attention": {"use": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": "none"},
+        "train": {**SMALL["train"], "micro_batch": 1, "optimizer": clip},
+    }
+    assert own_pool.run(apart, 1, case_of(1, clipped)) == [[]]
+
+
 class _NoMemory:
     """Graphs of a device that has no memory for one."""
 

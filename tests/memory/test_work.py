@@ -44,6 +44,21 @@ def test_the_products_are_those_of_the_model() -> None:
     }
 
 
+def test_logits_are_measured_by_a_product_for_which_the_model_does_not_ask() -> None:
+    """One more of queries and keys, of all of a block: sequences are shorter than one. A GPU multiplies bf16."""
+    spec = {**ALONE, "attention": {**ATTENTION, "qk_norm": "none"}, "precision": {"use": "bf16"}}
+    clip = {**ALONE["train"], "optimizer": {"use": "muon", "qk_clip": 1.0}}
+    muon = {**ALONE["train"], "optimizer": {"use": "muon"}}
+    plain, measured = (ledger(assembly_of({**spec, "train": train}, 1)) for train in (muon, clip))
+    more = flops(measured)
+    more.subtract(flops(plain))
+    logits = TRAIN["micro_batch"] * TRAIN["seq_len"] ** 2
+    assert +more == {"again": LAYERS * 2 * logits * HEADS}
+    assert measured.flops_per_token == plain.flops_per_token
+    products = [one for _, one in in_all(measured.work, "products") if one.operator == "bmm"]
+    assert {one.dtype for one in products} == {"bfloat16"}
+
+
 def test_groups_are_one_product() -> None:
     grouped = {**ALONE, "gemm": {"use": "grouped"}, "precision": {"use": "bf16"}}
     products = in_all(ledger(assembly_of(grouped, 1)).work, "products")

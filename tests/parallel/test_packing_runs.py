@@ -51,6 +51,7 @@ def compare(pool: RankPool, world: int, spec: dict[str, Any], **shared: Any) -> 
         assert one.loss == pytest.approx(wanted.loss, rel=2e-6)
         assert one.aux_losses == pytest.approx(wanted.aux_losses, rel=2e-6)
         assert one.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-6)
+        assert (one.largest_logit or 0.0) == pytest.approx(wanted.largest_logit or 0.0, rel=1e-5)
         assert one.load_LE == wanted.load_LE
     for name, weight in found.last.items():
         assert (weight - alone.last[name]).norm() <= 1e-4 * alone.last[name].norm(), name
@@ -76,6 +77,13 @@ def test_each_pack_has_its_own_number_of_ranks(
 def test_all_ranks_share_each_pack(pool: RankPool) -> None:
     spec = tree(attention=SINKS, train={**tree()["train"], "packing": "static"})
     compare(pool, 2, spec, parallel=TWO, context_parallel={"use": "allgather_kv"})
+
+
+@pytest.mark.parametrize("packing", ["dynamic", *deep("static")])
+def test_logits_of_packs_are_clipped_alike(pool: RankPool, packing: str) -> None:
+    optimizer = {"use": "muon", "newton_schulz": "fp32", "adamw_eps": 1e-6, "qk_clip": 0.05}
+    train = {**tree(96)["train"], "packing": packing, "optimizer": optimizer}
+    compare(pool, 2, tree(attention=MLA, train=train), parallel=TWO, context_parallel={"use": "ring_attention"})
 
 
 def test_losses_of_sequences_and_random_draws_are_those_of_each_document(pool: RankPool) -> None:

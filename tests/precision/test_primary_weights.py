@@ -170,6 +170,18 @@ def test_memory_policies_change_no_bit(pool: RankPool, gemm: str, policy: str) -
     assert_same(pool.run(partial(trained, memory=[POLICIES[policy], *states], **given), 2, "fp8", ALL), wanted)
 
 
+def test_a_clip_of_logits_scales_masters(pool: RankPool) -> None:
+    given: dict[str, Any] = {
+        "sizes": MOE,
+        "steps": 2,
+        "attention": {**ATTENTION, "qk_norm": "none"},
+        "train": {**TRAIN, "optimizer": {"use": "muon", "qk_clip": 0.01}},
+    }
+    wanted = pool.run(partial(trained, **given), 2, "fp32", ALL)
+    assert all((result.largest_logit or 0.0) > 0.01 for result in wanted[0].results)
+    assert_same(pool.run(partial(trained, **given), 2, "fp8", ALL), wanted)
+
+
 def test_checkpoints_are_those_of_fp32_and_resume_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
     given: dict[str, Any] = {"sizes": MOE}
     through = pool.run(partial(trained, **given), 2, "fp8", ALL)

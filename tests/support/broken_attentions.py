@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import moefw
 from declared import declarations
 from moefw.core.contracts import Attention, CachedAttention
-from moefw.core.records import AdaptedWeight
+from moefw.core.records import AdaptedWeight, HeadRows
 from moefw.core.site import Site
 from moefw.core.stages import Batch
 from moefw.runtime.attention.attend import attend, behind
@@ -45,6 +46,7 @@ class PlainAttention(nn.Module, Attention):
     """Multi-head attention with rotary positions, right in every way."""
 
     cores: ClassVar[tuple[str, ...]] = ("sdpa",)
+    logits: ClassVar[tuple[str, ...]] = ("weights",)
     projections: ClassVar[tuple[str, ...]] = ()
     """Those whose adapters the plugin offers."""
 
@@ -79,6 +81,11 @@ class PlainAttention(nn.Module, Attention):
         q, k, v = (in_heads(project(x_TD, self.rows(batch), shared), batch, WIDTH) for project in projections)
         return rotate(q, tables, Rope()), rotate(k, tables, Rope()), v
 
+    def logit_rows(self) -> Mapping[str, HeadRows]:
+        queries = HeadRows(heads=HEADS, parts=(("query", WIDTH),))
+        keys = HeadRows(heads=HEADS, parts=(("key", WIDTH),))
+        return {"q_proj.weight": queries, "q_proj.bias": queries, "k_proj.weight": keys, "k_proj.bias": keys}
+
     def rows(self, batch: Batch) -> Any:
         return batch.rows
 
@@ -102,6 +109,7 @@ class PlainPlugin(moefw.AttentionPlugin):
         regions = tuple((region, way) for region in self.regions for way in ("keep", "recompute", "offload"))
         adapters = tuple(f"attention.{name}" for name in self.made.projections)
         offered = {"by_pass": True, "named_products": True, "row_keys": True, "adapter": adapters}
+        offered["logits"] = self.made.logits
         return moefw.offers(region=regions, core=self.made.cores, heads=(HEADS,), **offered)
 
     def needs(self, site: Site) -> Sequence[moefw.Need]:
@@ -144,6 +152,7 @@ class CapsScores(PlainAttention):
     """Scores are kept within ``CAP`` by a tangent (Gemma 2, arXiv 2408.00118), right in every way."""
 
     cores: ClassVar[tuple[str, ...]] = ("own",)
+    logits: ClassVar[tuple[str, ...]] = ("cap",)
 
     def kernel_of(self, context: moefw.BuildContext) -> Any:
         return context.core(capped)
@@ -153,6 +162,51 @@ class CapsScoresUnsaid(CapsScores):
     """The default context parallelism does not call the function that caps."""
 
     cores: ClassVar[tuple[str, ...]] = ("sdpa",)
+
+
+class OffersLogitsOfCappedScores(CapsScores):
+    logits: ClassVar[tuple[str, ...]] = ("weights",)
+
+
+class NormsQueries(PlainAttention):
+    """And says that logits follow the weights."""
+
+    def projected(self, x_tD: Tensor, tables: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().projected(x_tD, tables, batch)
+        return q / q.norm(dim=-1, keepdim=True), k, v
+
+
+class ForgetsBiasesOfHeads(PlainAttention):
+    def logit_rows(self) -> Mapping[str, HeadRows]:
+        return {name: rows for name, rows in super().logit_rows().items() if not name.endswith("bias")}
+
+
+class TakesTurnsWithHeads(PlainAttention):
+    """Heads of a rank stand in another order than their rows."""
+
+    def projected(self, x_tD: Tensor, tables: Table, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().projected(x_tD, tables, batch)
+        return q.flip(2), k.flip(2), v.flip(2)
+
+
+class HidesItsCore(PlainAttention):
+    def kernel_of(self, context: moefw.BuildContext) -> Any:
+        return partial(super().kernel_of(context))
+
+
+class NamesRowsOfNoTensor(PlainAttention):
+    def logit_rows(self) -> Mapping[str, HeadRows]:
+        return {f"attention.{name}": rows for name, rows in super().logit_rows().items()}
+
+
+class NamesTooFewRows(PlainAttention):
+    def logit_rows(self) -> Mapping[str, HeadRows]:
+        return {name: evolve(rows, heads=HEADS // 2) for name, rows in super().logit_rows().items()}
+
+
+class NamesNoRows(PlainAttention):
+    def logit_rows(self) -> Mapping[str, HeadRows]:
+        return {}
 
 
 class SaysNotWhoSharesABatch(PlainAttention):

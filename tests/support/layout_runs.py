@@ -110,17 +110,18 @@ class LayoutTable:
 
     def deviation(self, row: Row) -> Deviation:
         """Train under a layout and return the deviation from one rank."""
-        return deviation(self._run(row), self.alone(row))
+        return deviation(self.runs(row), self.alone(row))
 
     def alone(self, row: Row) -> Run:
         """Return the run of the row on one rank."""
         plain = {"dispatch": "alltoall", "context_parallel": "allgather_kv", "pipeline": {}}
         same = evolve(row, ranks=1, parallel={}, micro_batch=2, quick=False, **plain)
         if same not in self._alone:
-            (self._alone[same],) = self._run(same)
+            (self._alone[same],) = self.runs(same)
         return self._alone[same]
 
-    def _run(self, row: Row) -> list[Run]:
+    def runs(self, row: Row) -> list[Run]:
+        """Return the runs of all ranks."""
         return self.pool.run(short_run, row.ranks, row.spec(self.models), self.steps, row.padded, timeout_s=900.0)
 
 

@@ -50,6 +50,7 @@ class Heads(moefw.AttentionPlugin):
             adapter=tuple(f"attention.{name}" for name in self.projections()),
             core=(self.kernel,),
             heads=(self.num_heads,),
+            logits=(self.logits_follow(),),
             by_pass=True,
             named_products=True,
             row_keys=True,
@@ -73,6 +74,10 @@ class Heads(moefw.AttentionPlugin):
                 fix="Use kernel: sdpa.",
                 option="kernel",
             )
+
+    def logits_follow(self) -> str:
+        """What logits are in proportion to: ``weights``, or what takes the scale of the weights away."""
+        return "weights"
 
     def attend(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """Core of the attention."""

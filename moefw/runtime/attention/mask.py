@@ -23,13 +23,18 @@ class Mask:
     """The lengths of the documents of the one row, if the host knows them; they are computed one by one then."""
     cp: int | None = None
     """See :class:`moefw.Batch`."""
+    valid_BS: Tensor | None = None
+    """bool: which queries of this rank are of valid tokens. Those of padding see keys, too, and nobody uses what comes
+    of them. None: all."""
 
     @classmethod
     def of(cls, batch: Batch, window: int | None = None) -> Self:
         """Mask of the sequences of a batch."""
+        valid_BS = batch.mask_BS
         if batch.lengths is not None and len(batch.lengths) == 1:
-            return cls(window=window, cp=batch.cp)  # one document: nothing to tell apart
-        return cls(window=window, documents_BS=batch.documents_BS, lengths=batch.lengths, cp=batch.cp)
+            return cls(window=window, cp=batch.cp, valid_BS=valid_BS)  # one document: nothing to tell apart
+        documents_BS = batch.documents_BS
+        return cls(window=window, documents_BS=documents_BS, lengths=batch.lengths, cp=batch.cp, valid_BS=valid_BS)
 
     def is_plain(self, queries: int, keys: int) -> bool:
         """Whether a kernel's causal mask over as many queries as keys is this mask."""

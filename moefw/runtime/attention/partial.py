@@ -86,7 +86,7 @@ class _Partial(torch.autograd.Function):
         if sinks_H is not None:
             out, lse_BHS = with_sinks(out, lse_BHS, sinks_H)
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks_H, documents_BS)
-        ctx.mask = replace(mask, documents_BS=None)  # saved above
+        ctx.mask = replace(mask, documents_BS=None, valid_BS=None)  # the first is saved above
         ctx.scale = scale
         ctx.ranks = ranks
         return out

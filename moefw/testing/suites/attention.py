@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ from moefw.testing.suites.attention_case import (
 )
 from moefw.testing.suites.gemm_case import differing
 from moefw.testing.suites.gemm_passes import PRODUCTS, Noting
+from moefw.testing.suites.logits_case import CLIPPED, MeasuredAttention, largest_on_rank, noted_calls
 from moefw.testing.suites.merging import adapted_part, adapters_of, give, problem_on_this_rank
 from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
@@ -38,6 +40,8 @@ RTOL = 2e-5
 """Largest error, as a share of a tensor's largest value."""
 FLOOR = 1e-2
 """Gradients below this share of the largest one nearly cancel; their errors are relative to this share."""
+FACTOR = 0.25
+"""Factor by which rows of a head are scaled."""
 UNUSED = 37
 """Length of sequences in one check alone. So is the next larger one."""
 Reference = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
@@ -313,6 +317,48 @@ class AttentionSuite(ReplayChecks):
             joined = {key: ranks[0][key] for key in ("out", "x")}
             joined |= {key: torch.stack([rank[key] for rank in ranks]).sum(0) for key in results.keys() - joined}
             self._compare(joined, results, "with adapters changes with heads split over two ranks of tp")
+
+    def test_logits_that_are_told_are_those_of_the_core(self) -> None:
+        """Where ``logits`` offers ``weights``: scores are q k times the scale, with heads split over ranks, too."""
+        name = self.plugin.name
+        case = AttentionCase(documents=((3, 5), (7, 1)))
+        with noted_calls() as calls:
+            measured = self._measured()
+        largest_H = measured.largest(case)
+        off = max((call.error for call in calls), default=inf)
+        says = f"{name} offers logits that follow weights, but the log-sum-exp of its core is off by {off:.1e} from"
+        assert off <= RTOL, f"{says} that of q k times the scale: its scores are others."
+        if self._refusal(2, "tp") is None:
+            split = self._on_ranks(2, "tp", train=CLIPPED | {"tokens_per_step": 32})
+            for rank_H in self.pool.run(largest_on_rank, 2, split, case):
+                off = worst_error(rank_H, largest_H)
+                says = f"{name}: with heads split over two ranks of tp, largest logits are off by {off:.1e}"
+                assert off <= RTOL, f"{says}. Has each rank an equal share of neighbouring heads, in order?"
+
+    def test_logits_shrink_with_the_rows_that_are_named(self) -> None:
+        """Where ``logits`` offers ``weights``: a head's are in proportion to its rows, and no other head's are."""
+        case = AttentionCase(documents=((3, 5), (7, 1)))
+        measured = self._measured()
+        largest_H = measured.largest(case)
+        weights = {name: value.clone() for name, value in measured.attention.state_dict().items()}
+        for group in range(measured.groups):
+            measured.clip(group, FACTOR)
+            expected_H = largest_H.clone()
+            expected_H.view(measured.groups, -1)[group] *= FACTOR
+            off = worst_error(measured.largest(case), expected_H)
+            says = f"{self.plugin.name}: with the rows of head {group} of keys scaled, logits are off by {off:.1e}"
+            assert off <= RTOL, f"{says}. Does logit_rows() name all rows of queries and keys, and their biases?"
+            measured.attention.load_state_dict(weights)
+
+    def _measured(self) -> MeasuredAttention:
+        """Attention whose logits are measured; skip the check if they do not follow weights."""
+        name = self.plugin.name
+        if "weights" not in self.promised("logits", dim=self.dim):
+            pytest.skip(f"{name} does not offer logits that follow weights")
+        try:
+            return MeasuredAttention(self.on(parts={"train": CLIPPED}))
+        except ContractError as error:
+            raise AssertionError(f"{name} offers logits that follow weights.\n{error}") from error
 
     def test_products_keep_their_promises(self) -> None:
         """Products go through ``moefw.linear`` with recipes of their own and the keys of their rows, where offered."""

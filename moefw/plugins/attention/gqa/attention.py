@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import moefw
 from moefw.core.contracts import Named
-from moefw.core.records import Canonical, Shard
+from moefw.core.records import Canonical, HeadRows, Shard
 from moefw.core.stages import Batch
 from moefw.plugins.attention.gqa.norm import NormAcrossHeads
 from moefw.plugins.attention.gqa.options import Options
@@ -112,6 +112,16 @@ class GroupedQueryAttention(nn.Module, moefw.CachedAttention):
     def extend(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
         """``(t, D)``, and rotated keys and values of all tokens, each ``(B, heads, positions, head_dim)``."""
         return self._attended(x_tD, tables, batch, past)
+
+    def logit_rows(self) -> Mapping[str, HeadRows]:
+        """Rows of the projections to queries and keys, and of their biases."""
+        options = self.options
+        rows = {
+            "q_proj": HeadRows(heads=options.num_heads, parts=(("query", options.head_dim),)),
+            "k_proj": HeadRows(heads=options.num_kv_heads, parts=(("key", options.head_dim),)),
+        }
+        tensors = ("weight", "bias") if options.qkv_bias else ("weight",)
+        return {f"{name}.{tensor}": of_heads for name, of_heads in rows.items() for tensor in tensors}
 
     def _attended(self, x_tD: Tensor, tables: Table, batch: Batch, past: Kept | None) -> tuple[Tensor, Kept]:
         q, *own = self._project_in(x_tD, tables, batch)

@@ -45,6 +45,12 @@ class Options(Heads):
         """Projections, whose weights may have adapters."""
         return "q_proj", "k_proj", "v_proj", "o_proj"
 
+    def logits_follow(self) -> str:
+        """``norms`` and a ``clip`` of queries and keys take the scale of the weights away."""
+        if self.qk_norm != "none":
+            return "norms"
+        return "weights" if self.clip is None else "clip"
+
     def window_at(self, layer: int) -> int | None:
         """Window of a layer."""
         return None if layer in self.full_layers else self.window

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 import moefw
-from moefw.core.records import RowGroups
+from moefw.core.records import HeadRows, LogitPart, RowGroups
 from moefw.core.stages import Batch
 from moefw.plugins.attention.mla.options import Options
 from moefw.runtime.attention.attend import behind
@@ -81,6 +82,18 @@ class LatentAttention(nn.Module, moefw.CachedAttention):
         kept = behind(past, self._latents(kv_T, tables, batch))
         out_tD: Tensor = self._project_out(self._core(q, *self._keys_and_values(kept, batch.rows), Mask()), batch)
         return out_tD, kept
+
+    def logit_rows(self) -> Mapping[str, HeadRows]:
+        """Rows of the last projections to queries and keys. The key with positions, which heads share, stays."""
+        options = self.options
+        queries = "q_b_proj" if self.q_proj is None else "q_proj"
+        of_queries: tuple[tuple[LogitPart, int], ...] = (("query", options.nope_dim), ("lone_query", options.rope_dim))
+        return {
+            f"{queries}.weight": HeadRows(heads=options.num_heads, parts=of_queries),
+            "kv_b_proj.weight": HeadRows(
+                heads=options.num_heads, parts=(("key", options.nope_dim), ("other", options.v_dim))
+            ),
+        }
 
     def _mla_down_proj(self, x_tD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return, for all tokens, the latents of queries (or the tokens themselves), ``(T, q_rank)`` or ``(T, D)``.

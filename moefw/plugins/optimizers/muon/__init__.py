@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, Final, Literal
 
 from attrs import field, frozen
-from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, lt, max_len, min_len
+from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, lt, max_len, min_len, optional
 
 import moefw
 from moefw.core.facts import Offers
 from moefw.core.plugin import OPTIMIZER, OptimizerPlugin
-from moefw.core.records import ParameterRole, TrainedParameters
+from moefw.core.records import ParameterRole, QKClip, TrainedParameters
 from moefw.core.site import Site
 from moefw.plugins.optimizers.torch_adamw import fused_adamw
 
@@ -56,6 +56,10 @@ class Muon(OptimizerPlugin):
     """Optimizer of the matrices of routers."""
     bucket_bytes: int = field(default=1 << 26, validator=ge(1))
     """Largest size in bytes, fp32, of the matrices that a rank computes between two exchanges, unless one is larger."""
+    qk_clip: float | None = field(default=None, validator=optional(gt(0.0)))
+    """Largest attention logit of a head: above it, a step scales the head's weights down (QK-Clip); null: no limit."""
+    qk_clip_alpha: float = field(default=0.5, validator=and_(ge(0.0), le(1.0)))
+    """Share of that scale, as an exponent, that queries take; their keys take the rest."""
     adamw_lr: float = field(default=1.0, validator=gt(0.0))
     """Factor of the learning rate for AdamW."""
     adamw_beta1: float = field(default=0.9, validator=and_(ge(0.0), lt(1.0)))
@@ -98,6 +102,10 @@ class Muon(OptimizerPlugin):
             eps=self.eps,
             bucket_bytes=self.bucket_bytes,
         )
+
+    def qk_clipping(self) -> QKClip | None:
+        """Clip of attention logits (Kimi K2, arXiv 2507.20534 section 2.1)."""
+        return None if self.qk_clip is None else QKClip(threshold=self.qk_clip, alpha=self.qk_clip_alpha)
 
     def build(self, parameters: TrainedParameters, lr: float) -> Any:
         """Fused ``torch.optim.AdamW`` over all that the rule does not take."""

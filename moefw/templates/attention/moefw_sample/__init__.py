@@ -24,12 +24,13 @@ class Sample(moefw.AttentionPlugin):
     """Number of values of a head; even, as RoPE turns pairs."""
 
     def offers(self, site: moefw.Site) -> moefw.Offers:
-        """The scores may be kept, moved off the device or recomputed. Projections may have adapters."""
+        """The scores may be kept, moved off the device, recomputed or clipped. Projections may have adapters."""
         regions = tuple(("core_attn", way) for way in ("keep", "offload", "recompute"))
         return moefw.offers(
             region=regions,
             core=("sdpa",),
             heads=(self.num_heads,),
+            logits=("weights",),
             adapter=tuple(f"attention.{name}_proj" for name in "qkvo"),
             by_pass=True,
             named_products=True,

@@ -5,6 +5,7 @@ Shapes: legend in :mod:`moefw.core.stages`; ``H`` heads of this rank, ``d`` thei
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, final
 
 import moefw
@@ -23,6 +24,7 @@ class SampleAttention(nn.Module, moefw.CachedAttention):
 
     def __init__(self, context: moefw.BuildContext, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.num_heads = num_heads
         self.width = head_dim
         self.tp = TensorParallel(context.layout)
         self.rope = Rope()
@@ -48,6 +50,13 @@ class SampleAttention(nn.Module, moefw.CachedAttention):
     def extend(self, x_tD: Tensor, tables: Table, batch: moefw.Batch, past: Any) -> tuple[Tensor, Any]:
         """``(t, D)``, and keys and values of all tokens so far, ``(B, heads, positions, d)``."""
         return self._attended(x_tD, tables, batch, past)
+
+    def logit_rows(self) -> Mapping[str, moefw.HeadRows]:
+        """Rows that make the queries of each head, and the key that all share."""
+        return {
+            "q_proj.weight": moefw.HeadRows(heads=self.num_heads, parts=(("query", self.width),)),
+            "k_proj.weight": moefw.HeadRows(heads=1, parts=(("key", self.width),)),
+        }
 
     def _attended(self, x_tD: Tensor, tables: Table, batch: moefw.Batch, past: Any) -> tuple[Tensor, Any]:
         x_TD = self.tp.gather(x_tD)
