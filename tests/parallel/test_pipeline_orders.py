@@ -191,7 +191,8 @@ def test_interleaved_refuses_what_it_cannot_do_and_suggests_the_nearest_that_it_
                 assert abs(suggested - count) == min(abs(other - count) for other in able)
 
 
-def test_a_schedule_with_one_stage_a_rank_needs_no_torch() -> None:
+def test_schedules_whose_orders_are_not_from_torch_need_no_torch() -> None:
     code = "from moefw.plugins.pipelines.one_stage import *; GPipe().order(4, 8); OneForwardOneBackward().order(4, 8)"
+    code += "; from moefw.plugins.pipelines.interleaved import Interleaved; Interleaved().order(4, 8)"
     code += "; import moefw.runtime.pipeline.timeline, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
