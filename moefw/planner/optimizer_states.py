@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, product
 from typing import final
 
@@ -43,9 +44,10 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     of the step, of the bytes in use that were allocated since and are free at the end. It is not multiplied by the
     layers that a parameter stands for.
 
-    A second step, which finds states, is noted as work of the phase ``optimizer``, and the norm of gradients as work of
-    ``gradients``. It has as many operators as one over all parameters, if these take lists; what it reads and writes
-    grows with the elements of those that did not run.
+    A step that finds states is noted as work of the phase ``optimizer``, and the norm of gradients as work of
+    ``gradients``. It is the second one, except with a rule, whose states are there before the first. It has as many
+    operators as one over all parameters, if these take lists; what it reads and writes grows with the elements of those
+    that did not run.
     """
     recorder = batch.recorder
     plugin = batch.assembly.parts.optimizer
@@ -76,7 +78,8 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
             )
         for parameter in copies:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+        with nullcontext() if plugin.rule() is None else batch.operations:
+            optimizer.step()
     passing = _most_temporary(batch, before)
     elements = sum(copy_count * parameter.numel() for parameter, copy_count in copies.items())
     elements_run = sum(parameter.numel() for parameter in copies)
@@ -88,7 +91,8 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     with recorder.places.phase("optimizer"), batch.operations.grown(growth):
         if gradients and assembly.spec.train.clip_norm is not None:
             torch._foreach_mul_(gradients, 1.0)
-        optimizer.step()
+        if plugin.rule() is None:
+            optimizer.step()
     device_bytes = 0
     host_bytes = 0
     for parameter, copy_count in copies.items():

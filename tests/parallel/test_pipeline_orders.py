@@ -152,6 +152,15 @@ def test_zero_bubble_is_that_of_torch_where_torch_has_one() -> None:
         ]
 
 
+def test_interleaved_is_that_of_torch() -> None:
+    for chunks, ranks, count in itertools.product((2, 3), (1, 2, 4, 8), (1, 2, 6, 8, 24)):
+        if [*Interleaved(chunks=chunks).check_batches(ranks, count)]:
+            continue
+        assert Interleaved(chunks=chunks).order(ranks, count) == [
+            [*actions] for actions in order_of("ScheduleInterleaved1F1B", chunks, ranks, count)
+        ]
+
+
 def test_dualpipe_v_refuses_what_it_cannot_do_and_suggests_the_nearest_that_it_can() -> None:
     schedule = DualPipeV()
     for ranks in range(1, 9):
@@ -182,7 +191,8 @@ def test_interleaved_refuses_what_it_cannot_do_and_suggests_the_nearest_that_it_
                 assert abs(suggested - count) == min(abs(other - count) for other in able)
 
 
-def test_a_schedule_with_one_stage_a_rank_needs_no_torch() -> None:
+def test_schedules_whose_orders_are_not_from_torch_need_no_torch() -> None:
     code = "from moefw.plugins.pipelines.one_stage import *; GPipe().order(4, 8); OneForwardOneBackward().order(4, 8)"
+    code += "; from moefw.plugins.pipelines.interleaved import Interleaved; Interleaved().order(4, 8)"
     code += "; import moefw.runtime.pipeline.timeline, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

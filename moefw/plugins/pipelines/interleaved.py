@@ -47,11 +47,34 @@ class Interleaved(PipelinePlugin):
         )
 
     def order(self, ranks: int, micro_batches: int) -> Order:
-        """Order of torch's ``ScheduleInterleaved1F1B``."""
-        from moefw.plugins.pipelines.torch_orders import order_of
+        """Order of torch's ``ScheduleInterleaved1F1B``, without torch, which takes seconds to import.
 
-        orders = order_of("ScheduleInterleaved1F1B", self.chunks, ranks, micro_batches)
+        Raises ValueError for micro-batches that are no whole rounds.
+        """
+        rounds = _rounds(ranks, micro_batches)
+        if micro_batches % rounds:
+            raise ValueError(f"{rounds} rounds do not divide {micro_batches} micro-batches")
+        orders = [self._order_of(rank, ranks, micro_batches, micro_batches // rounds) for rank in range(ranks)]
         return [_paired(order) for order in orders] if self.merged else orders
+
+    def _order_of(self, rank: int, ranks: int, micro_batches: int, of_round: int) -> list[Entry]:
+        """Passes of a rank: forwards alone, a forward and a backward in turn, backwards alone.
+
+        ``of_round``: the micro-batches of a round, all of which run through a chunk before the next chunk runs.
+        """
+        count = self.chunks * micro_batches
+        forwards: list[Entry] = []
+        backwards: list[Entry] = []
+        for number in range(count):
+            turn, place = divmod(number, of_round)
+            round_number, chunk = divmod(turn, self.chunks)
+            micro_batch = round_number * of_round + place
+            last = self.chunks - 1
+            forwards.append(moefw.Action("F", chunk * ranks + rank, micro_batch))
+            backwards.append(moefw.Action("B", (last - chunk) * ranks + rank, micro_batch))
+        alone = min(count, (self.chunks - 1) * of_round + 2 * (ranks - 1 - rank))
+        in_turn = (entry for both in zip(forwards[alone:], backwards, strict=False) for entry in both)
+        return [*forwards[:alone], *in_turn, *backwards[count - alone :]]
 
 
 def _paired(passes: Sequence[Entry]) -> list[Entry]:

@@ -20,7 +20,7 @@ def order_of(
 
     ``merged``: a forward and a backward that overlap in torch's schedule are a pair; otherwise one follows the other.
     Raises ValueError if torch does. The orders with one stage a rank are not from here: the list of ``Schedule1F1B``
-    lacks the forward of micro-batch 0 on the last rank (torch 2.11 to 2.13).
+    lacks the forward of micro-batch 0 on the last rank (torch 2.11 to 2.13). Nor is ``interleaved``.
     """
     stage: Any = SimpleNamespace(num_stages=chunks * ranks, group_size=ranks, group_rank=0, submod=None)
     order = getattr(schedules, schedule)([stage] * chunks, micro_batches).pipeline_order

@@ -1,0 +1,76 @@
+"""Results of operators on fake tensors that are made of their description: they are those that PyTorch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moefw.recording.known_results import KnownResults
+
+aten = torch.ops.aten
+
+
+def results() -> Iterator[Any]:
+    """Yield results of operators that make, view, change or return several tensors, of tensors with offsets, too."""
+    x = torch.empty(6, 8)
+    rows = x[2:]
+    y = torch.empty(6, 8, dtype=torch.bfloat16)
+    yield x
+    yield from (
+        rows,
+        rows.t(),
+        rows[1:, 2:].unsqueeze(0),
+        rows.as_strided((2, 2), (8, 1), 3),
+        x.as_strided((2, 2), (8, 1), 3),
+    )
+    yield from (x + 1, x + y, y + 1, y * 1.0, x.bfloat16(), y.t() @ x.bfloat16(), x.sum(), x.sum(0, keepdim=True))
+    yield from x.split([1, 2, 3])
+    yield from rows.split([1, 3])
+    yield from x.unbind()
+    yield from (x.add_(1), rows.mul_(2), torch.empty(0, 4), x.new_zeros(3), torch.zeros(3, dtype=torch.float64))
+    yield from x.topk(3)
+    yield from torch._foreach_norm([x, rows])
+    torch._foreach_add_([x, rows], 1.0)
+    yield aten._unsafe_view(x, [48])
+    yield torch.mm(x, x.t(), out=torch.empty(6, 6))
+    yield x.resize_(3, 3)
+    yield x[1:] @ x
+
+
+def described(mode: FakeTensorMode) -> list[Any]:
+    """Return what is seen of the results in a mode, and which of them share memory."""
+    with mode:
+        tensors = [*results()]
+    memory = [tensor.untyped_storage()._cdata for tensor in tensors]
+    return [(*_sizes(tensor), memory.index(own)) for tensor, own in zip(tensors, memory, strict=True)]
+
+
+def _sizes(tensor: Tensor) -> tuple[Any, ...]:
+    nbytes = tensor.untyped_storage().nbytes()
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, nbytes
+
+
+def test_results_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnownResults, "known", {})
+    computed = described(FakeTensorMode())
+    assert described(KnownResults()) == computed
+    assert described(KnownResults()) == computed  # now of their descriptions
+    known = [call for call, results in KnownResults.known.items() if results is not None]
+    assert {call[0].overloadpacket for call in known} >= {
+        aten.add,
+        aten.mm,
+        aten.split_with_sizes,
+        aten.topk,
+        aten.slice,
+    }
+
+
+def test_values_that_the_host_knows_are_not_forgotten() -> None:
+    with KnownResults():
+        for number in (2, 3):
+            assert int(torch.tensor(number)) == number
