@@ -370,6 +370,26 @@ def test_shards_that_travel_once_a_step_take_time() -> None:
     assert found.told.categories["sums of gradients"] > 0
 
 
+@pytest.mark.deep
+def test_a_plan_of_a_published_row_takes_as_long_as_its_closed_form() -> None:
+    row = next(row for row in read() if row["id"] == "p144")
+    once = {"shard": "all", "zero": 1}
+    tree = {
+        "model": {"preset": "qwen3-30b-a3b"},
+        "precision": {"use": "bf16"},
+        "dispatch": {"use": "hybridep", "backend": "torch"},
+        "parallel": {"dense": once, "experts": {"ep": 8, **once}, "ranks_per_node": 8},
+        "train": {"seq_len": 4096, "micro_batch": 1, "tokens_per_step": row.tokens},
+        "run": {"device": "cpu"},
+    }
+    assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=32, machine=Machine(device="cpu"))
+    found = forecast(assembly, ledger(assembly), row.cluster, "h100", row.software).told
+    expected = Predictor.empty().told(row, fitted())
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
+    for name in ("products", "experts", "attention", "expert transfers"):
+        assert found.categories[name] == pytest.approx(expected.categories[name], rel=0.001), name
+
+
 def test_software_is_a_file(tmp_path: Path) -> None:
     file = tmp_path / "runs.yaml"
     file.write_text("implementation: megatron\ngraphs: [attn, moe_router]\nep_overlap: true\nfp8_attention: true\n")
