@@ -26,6 +26,7 @@ from moefw.planner.data_files import Figure
 from moefw.planner.time import likeness, software
 from moefw.planner.time.costs import Costs, Shapes, distinct, places_of_token
 from moefw.planner.time.figures import figures
+from moefw.planner.time.forecast import forecast
 from moefw.planner.time.scale import GLOBAL, Scale, fitted
 from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.software import Software
@@ -352,6 +353,41 @@ def test_a_plan_on_a_cluster_has_the_time_of_a_step() -> None:
     assert "tokens/s" in shown
     as_megatron = json.loads(run("--cluster", "h100", "--as", "megatron", "--json").output)["time"]
     assert as_megatron["step_time_s"] != time["step_time_s"]
+
+
+def test_shards_that_travel_once_a_step_take_time() -> None:
+    once = {"shard": "all", "zero": 1}
+    tree = {
+        "model": {"preset": "qwen3-30b-a3b-tiny"},
+        "precision": {"use": "bf16"},
+        "dispatch": {"use": "alltoall"},
+        "parallel": {"dense": once, "experts": {"ep": 2, **once}, "ranks_per_node": 4},
+        "train": {"seq_len": 64, "micro_batch": 1, "tokens_per_step": 2 * 64 * 4},
+        "run": {"device": "cpu"},
+    }
+    assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=4, machine=Machine(device="cpu"))
+    found = forecast(assembly, ledger(assembly), H100, "h100", Software(implementation="megatron"))
+    assert found.told.categories["sums of gradients"] > 0
+
+
+@pytest.mark.deep
+def test_a_plan_of_a_published_row_takes_as_long_as_its_closed_form() -> None:
+    row = next(row for row in read() if row["id"] == "p144")
+    once = {"shard": "all", "zero": 1}
+    tree = {
+        "model": {"preset": "qwen3-30b-a3b"},
+        "precision": {"use": "bf16"},
+        "dispatch": {"use": "hybridep", "backend": "torch"},
+        "parallel": {"dense": once, "experts": {"ep": 8, **once}, "ranks_per_node": 8},
+        "train": {"seq_len": 4096, "micro_batch": 1, "tokens_per_step": row.tokens},
+        "run": {"device": "cpu"},
+    }
+    assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=32, machine=Machine(device="cpu"))
+    found = forecast(assembly, ledger(assembly), row.cluster, "h100", row.software).told
+    expected = Predictor.empty().told(row, fitted())
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
+    for name in ("products", "experts", "attention", "expert transfers"):
+        assert found.categories[name] == pytest.approx(expected.categories[name], rel=0.001), name
 
 
 def test_software_is_a_file(tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ def rehearse(
         passes.update(dict.fromkeys(position.at, found))
         ends = [each for each in position.work if each.phase in ("once", "optimizer")]
         once = max(once, sum(each.layers * costs.once(each) for each in ends))
-        sums = max(sums, costs.sums(each for each in position.work if each.phase == "gradients"))
+        # Shards that are gathered and reduced once a step travel in the phase ``once``.
+        sums = max(sums, costs.sums(each for each in position.work if each.phase in ("once", "gradients")))
     has_pairs = any(len(kinds) > 1 for _, kinds in steady.kinds)
     in_order = tuple(passes[at] for at in sorted(passes))
     chunks = len({stage for _, kinds in steady.kinds for _, stage in kinds}) // len(passes)
