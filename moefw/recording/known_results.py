@@ -18,8 +18,6 @@ _CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.devic
 """Types of arguments that are compared by value."""
 _DEPENDS_ON_MORE: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view})
 """Tags of operators whose results depend on more than shapes, or that change those of their arguments."""
-_IN_STORAGE: Final = torch.ops.aten.as_strided
-"""Operator that counts its offset from the begin of the storage."""
 
 
 @frozen
@@ -31,10 +29,7 @@ class _Argument:
 
 @frozen
 class _Made:
-    """A tensor that an operator makes. ``viewed``: the number of the argument whose storage it shares, or None.
-
-    ``offset``: of its first element, from that of the argument, or of its own storage.
-    """
+    """A tensor that an operator makes. ``viewed``: the number of the argument whose storage it shares, or None."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,7 +47,7 @@ class _NotDescribedError(Exception):
 class KnownResults(FakeTensorMode):
     """Mode of fake tensors that makes results anew of their description, where the operator has run on others alike.
 
-    Alike are tensors of one shape, stride, dtype and device, and constants of one type and value. Results are
+    Alike are tensors of one shape, stride, offset, dtype and device, and constants of one type and value. Results are
     remembered for all modes of the process.
     """
 
@@ -109,7 +104,7 @@ class KnownResults(FakeTensorMode):
         dtype = tensor.dtype
         if tensor.layout is not torch.strided or dtype.is_complex:
             raise _NotDescribedError
-        return tensor.shape, tensor.stride(), dtype, device
+        return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, device
 
     def _learned(self, call: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Description of a result in a tuple of one; None if arguments do not determine it, or it has none.
@@ -117,9 +112,7 @@ class KnownResults(FakeTensorMode):
         Results of those that are described must be the same when they are made of that.
         """
         func = call[0]
-        if not isinstance(func, OpOverload) or func.namespace != "aten" or func.overloadpacket is _IN_STORAGE:
-            return None
-        if not _DEPENDS_ON_MORE.isdisjoint(func.tags):
+        if not isinstance(func, OpOverload) or func.namespace != "aten" or not _DEPENDS_ON_MORE.isdisjoint(func.tags):
             return None
         tensors: list[Tensor] = []
         try:
@@ -141,12 +134,10 @@ class KnownResults(FakeTensorMode):
         for number, tensor in enumerate(tensors):
             if result is tensor:
                 return _Argument(number)
-        shape, stride, dtype, device = self._tensor_described(result)
+        shape, stride, offset, dtype, device = self._tensor_described(result)
         storage = result.untyped_storage()._cdata
         sharing = (number for number, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage)
-        viewed = next(sharing, None)
-        begin = 0 if viewed is None else int(tensors[viewed].storage_offset())
-        return _Made(shape, stride, int(result.storage_offset()) - begin, dtype, device, viewed)
+        return _Made(shape, stride, offset, dtype, device, viewed=next(sharing, None))
 
     def _made(self, described: Any, tensors: Sequence[Tensor]) -> Any:
         """Results as they are described."""
@@ -162,9 +153,8 @@ class KnownResults(FakeTensorMode):
         if made.viewed is None:
             memory = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
         else:
-            viewed = tensors[made.viewed]
             memory = torch.empty(0, dtype=made.dtype, device="meta")
-            memory.set_(viewed.untyped_storage(), viewed.storage_offset() + made.offset, made.shape, made.stride)
+            memory.set_(tensors[made.viewed].untyped_storage(), made.offset, made.shape, made.stride)
         return FakeTensor(self, memory, made.device)
 
 

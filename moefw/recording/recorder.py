@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any, Final, final
 
 import torch
@@ -153,17 +152,13 @@ class Recorder(Mode):
         result = args[0] if is_fake_wait else func(*args, **kwargs)
         self._operators.add(func)
         if fake_mode() is self._fake:  # in another one, DTensor computes shapes
-            of_weights = cache(partial(self._is_of_weights, (args, kwargs)))
             for tensor in tensors_in(result):
                 if _has_memory(tensor):
-                    self._note_result(tensor, func, of_weights)
+                    self._note_result(tensor, func, (args, kwargs))
         return result
 
-    def _note_result(self, tensor: Tensor, func: Any, of_weights: Callable[[], bool]) -> None:
-        """Begin the lives of a result's storages that are not known, and note new sizes of those that are.
-
-        ``of_weights``: whether the operator computed from parameters alone.
-        """
+    def _note_result(self, tensor: Tensor, func: Any, arguments: Any) -> None:
+        """Begin the lives of a result's storages that are not known, and note new sizes of those that are."""
         storages = _storages(tensor)
         if account().in_host_memory and not storages <= self._off_device:
             new_storages = storages - self._off_device
@@ -175,18 +170,18 @@ class Recorder(Mode):
             if storage in self._lives:
                 self._note_size(storage)
             else:
-                name = f"{func} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-                self._lives[storage] = self._begin(storage, name, of_weights=of_weights())
+                self._lives[storage] = self._life_of_result(storage, tensor, func, arguments)
 
     def _is_view_of_unknown(self, storages: set[Storage], func: Any) -> bool:
         """Whether a tensor is in memory that no operator returned: a backend allocated it, as gloo does."""
         is_view = getattr(func, "is_view", False) and func is not torch.ops.aten.lift_fresh.default
         return is_view and not any(storage in self._lives for storage in storages)
 
-    def _is_of_weights(self, arguments: Any) -> bool:
-        """Whether arguments are parameters, or were computed from them alone."""
+    def _life_of_result(self, storage: Storage, tensor: Tensor, func: Any, arguments: Any) -> Life | None:
+        name = f"{func} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         sources = [life for life in self.of(tensors_in(arguments)) if life.nbytes > NUMBER]
-        return bool(sources) and all(life.of_weights or life.kind in WEIGHTS for life in sources)
+        of_weights = bool(sources) and all(life.of_weights or life.kind in WEIGHTS for life in sources)
+        return self._begin(storage, name, of_weights=of_weights)
 
     def _note_size(self, storage: Storage) -> None:
         """End the life of a known storage if it has another size now, and begin another one."""
