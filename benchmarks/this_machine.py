@@ -58,7 +58,7 @@ class Measured:
 
 @frozen(kw_only=True)
 class Row:
-    """A spec, predicted and measured. ``flops``: what the model asks for in a step, on all ranks."""
+    """A spec, predicted and measured. ``flops``: what the model asks for in a step of all ranks. Peaks: of the first."""
 
     name: str
     flops: float
@@ -160,13 +160,14 @@ def row(name: str, tree: Mapping[str, Any], cluster: Cluster, folder: Path) -> R
     plan = ledger(assembly)
     predicted = forecast(assembly, plan, cluster, "this-machine", Software())
     assert plan.flops_per_token is not None
-    assert plan.peak_bytes is not None
+    (first,) = (position.peak_bytes for position in plan.positions if 0 in position.at)
+    assert first is not None
     return Row(
         name=name,
         flops=plan.flops_per_token * assembly.spec.train.tokens_per_step,
         predicted_s=predicted.told.step_s,
         seconds=predicted.told.categories,
-        predicted_peak=plan.peak_bytes,
+        predicted_peak=first,
         measured=trained(spec, run_dir, world, steps=max(2, round(WINDOW_S / predicted.told.step_s))),
     )
 

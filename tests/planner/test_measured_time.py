@@ -224,6 +224,16 @@ def test_a_product_of_another_shape_takes_what_its_call_its_operations_and_its_v
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def test_gradients_of_weights_cost_what_was_measured_of_them_in_their_format() -> None:
+    slow = with_gpu(wgrads=tuple(evolve(each, tflops=halved(each.tflops)) for each in LAPTOP.gpu.products[:4]))
+    for dtype, ratio in (("float32", 2.0), ("bfloat16", 1.0)):
+        wgrad = multiplied(256, 256, 512, during="wgrad", dtype=dtype)
+        expected = ratio * rates().product(wgrad, is_grouped=False)
+        assert rates(slow).product(wgrad, is_grouped=False) == pytest.approx(expected)
+    dgrad = multiplied(256, 256, 512, during="dgrad")
+    assert rates(slow).product(dgrad, is_grouped=False) == rates().product(dgrad, is_grouped=False)
+
+
 def test_groups_of_few_rows_reach_less() -> None:
     whole = rates().product(multiplied(1024, 256, 256, during="fprop"), is_grouped=False)
     groups = rates().product(multiplied(1024, 256, 256, during="fprop", **{"groups": 64}), is_grouped=True)
