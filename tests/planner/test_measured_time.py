@@ -98,17 +98,19 @@ TREE = {
 
 
 @cache
-def planned(ranks: int = 2, **sections: str) -> tuple[Assembly, Ledger]:
-    """A spec and its plan. ``sections``: the choices of others, as words."""
-    parallel = {"experts": {"ep": 2}} if ranks == 2 else {}
+def planned(ranks: int = 2, *, shard: bool = False, **sections: str) -> tuple[Assembly, Ledger]:
+    """A spec and its plan. ``shard``: whether weights are gathered. ``sections``: the choices of others, as words."""
+    parallel: dict[str, Any] = {"experts": {"ep": 2}} if ranks == 2 else {}
+    if shard:
+        parallel["dense"] = {"shard": "all"}
     tree = {**TREE, "parallel": parallel, **{name: {"use": use} for name, use in sections.items()}}
     machine = Machine(device="cpu")
     assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=ranks, machine=machine)
     return assembly, ledger(assembly)
 
 
-def told(on: Cluster, ranks: int = 2, **sections: str) -> Forecast:
-    assembly, found = planned(ranks, **sections)
+def told(on: Cluster, ranks: int = 2, **spec: Any) -> Forecast:
+    assembly, found = planned(ranks, **spec)
     assert lacks(on, found) == []
     return forecast(assembly, found, on, "laptop", Software())
 
@@ -169,8 +171,9 @@ def test_what_halves_in_a_machine_moves_its_category_and_no_other(what: str) -> 
 
 
 def test_everything_that_a_rank_does_takes_its_threads_one_after_the_other() -> None:
-    for ranks in (1, 2):
-        step = told(LAPTOP, ranks).told
+    for ranks, shard in ((1, False), (2, False), (2, True)):
+        step = told(LAPTOP, ranks, shard=shard).told
+        assert ("other transfers" in step.categories) is shard
         assert step.step_s == pytest.approx(sum(step.categories.values()))
         assert "kernel gaps" not in step.categories
 
