@@ -26,21 +26,25 @@ from ruamel.yaml import YAML
 
 import record
 from moefw.commands import specs
+from moefw.commands.plan import PLANS
 from moefw.planner import cluster as clusters
 from moefw.planner import ledger
 from moefw.planner.cluster import Cluster
 from moefw.planner.time.forecast import forecast
 from moefw.planner.time.software import Software
+from moefw.system.folders import cache_dir
 from moefw.system.python import python
 from moefw.training.host_pages import KEEP_PAGES
 from training_process import TRAIN, TrainingProcess, last_step
 
 SPECS: Final = Path(__file__).with_suffix(".yaml")
 RANKS: Final = 2
+REPEATS: Final = 6
+"""Repeats of each measurement of the calibration."""
 WARM_UP: Final = 4
 """Steps before the first window."""
-WINDOWS: Final = 6
-WINDOW_S: Final = 0.5
+WINDOWS: Final = 4
+WINDOW_S: Final = 0.6
 """Predicted seconds of a window."""
 AIMS: Final = {"step": 0.25, "peak": 0.03, "regret": 0.05}
 
@@ -58,7 +62,10 @@ class Measured:
 
 @frozen(kw_only=True)
 class Row:
-    """A spec, predicted and measured. ``flops``: what the model asks for in a step, on all ranks."""
+    """A spec, predicted and measured. ``flops``: what the model asks for in a step, of all ranks.
+
+    Peaks are of the first rank.
+    """
 
     name: str
     flops: float
@@ -125,7 +132,14 @@ def main() -> None:
 def calibrated(folder: Path) -> str:
     """Path of a cluster of this machine, measured now."""
     path = folder / "this-machine.yaml"
-    command = [*python("-m", "moefw"), "bench", "calibrate", f"--ranks={RANKS}", "--repeats=8", f"--output={path}"]
+    command = [
+        *python("-m", "moefw"),
+        "bench",
+        "calibrate",
+        f"--ranks={RANKS}",
+        f"--repeats={REPEATS}",
+        f"--output={path}",
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=sys.stderr)
     return str(path)
 
@@ -157,16 +171,17 @@ def row(name: str, tree: Mapping[str, Any], cluster: Cluster, folder: Path) -> R
     spec.write_text(json.dumps(merged(tree, {"run": {"dir": str(run_dir)}})))
     world = RANKS if "parallel" in tree else 1
     assembly = specs.read(str(spec), [], world)
-    plan = ledger(assembly)
+    plan = ledger(assembly, cache=cache_dir() / PLANS)  # which the run finds there
     predicted = forecast(assembly, plan, cluster, "this-machine", Software())
     assert plan.flops_per_token is not None
-    assert plan.peak_bytes is not None
+    (first,) = (position.peak_bytes for position in plan.positions if 0 in position.at)
+    assert first is not None
     return Row(
         name=name,
         flops=plan.flops_per_token * assembly.spec.train.tokens_per_step,
         predicted_s=predicted.told.step_s,
         seconds=predicted.told.categories,
-        predicted_peak=plan.peak_bytes,
+        predicted_peak=first,
         measured=trained(spec, run_dir, world, steps=max(2, round(WINDOW_S / predicted.told.step_s))),
     )
 

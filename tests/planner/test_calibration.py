@@ -136,11 +136,12 @@ def test_figures_are_what_was_computed_over_the_time_that_it_took() -> None:
         for phase, products in (("forward", 2), ("backward", 5)):
             flops = products * 2 * 8 * scores
             assert value[f"attention of {format}, {phase}, {ATTENTION}"] == pytest.approx(flops / 1e12)
+        assert value[f"gradients of weights, products of {format}, 4 x 16 x 8"] == pytest.approx(2 * 8 * 4 * 16 / 1e12)
     assert value["passes over 4 KiB"] == pytest.approx(9.5 * 4096 / 1e12)
     assert value[COPY] == pytest.approx(2 * 4096 / 1e12)
     assert value[LAUNCH] == value[FORWARD] == pytest.approx(1e6)
     assert value[BACKWARD] == pytest.approx(1e6 / 10)  # all ten in one call
-    assert len(value) == 13
+    assert len(value) == 17
 
 
 # Each measurement calls twice for the number of calls, and then five times as many.
@@ -152,6 +153,10 @@ def test_what_is_computed_is_what_the_name_says() -> None:
     of = {name: seen for name, (_, seen) in read_on_a_cpu().items()}
     for format, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         assert of[f"products of {format}, 8 x 4 x 16"]["mm", (8, 16), (16, 4), dtype] == CALLS
+        gradients = of[f"gradients of weights, products of {format}, 4 x 16 x 8"]
+        # Sums stay fp32. Dtypes are a set, whose order is that of hashes.
+        added = [key for key in gradients if key[:4] == ("add_wgrad", (4, 16), (8, 4), (8, 16))]
+        assert [(gradients[key], {*key[4:]}) for key in added] == [(CALLS, {torch.float32, dtype})]
         query = ((2, 3, 5, 8),) * 3
         attention = of[f"attention of {format}, forward, {ATTENTION}"]
         assert attention["_scaled_dot_product_flash_attention_for_cpu", *query, dtype] == CALLS + 1  # one for backward
@@ -387,7 +392,7 @@ def values(*, failed: Sequence[str] = ()) -> Readings:
     ]
     names += [COPY, "passes over 4 KiB", LAYER, LAUNCH, FORWARD, BACKWARD]
     names += [links.link_name("node", kind, size) for kind in ("messages", *links.COLLECTIVES) for size in links.SIZES]
-    names += [STEP]
+    names += [STEP, "gradients of weights, products of bf16, 4 x 16 x 8"]
     names += [
         f"attention of {format}, {phase}, {ATTENTION}"
         for format in ("fp32", "bf16")
@@ -423,7 +428,8 @@ def test_readings_become_figures_that_say_how_they_were_measured() -> None:
     host_costs = (cluster.host_layer_us, cluster.host_step_us)
     assert [figure and figure.value for figure in host_costs] == [7.0, 21.0]
     attention = [(each.format, each.forward_tflops.value, each.backward_tflops.value) for each in gpu.attention]
-    assert attention == [("fp32", 22.0, 23.0), ("bf16", 24.0, 25.0)]
+    assert attention == [("fp32", 23.0, 24.0), ("bf16", 25.0, 26.0)]
+    assert [(each.format, each.rows, each.columns, each.depth) for each in gpu.wgrads] == [("bf16", 4, 16, 8)]
     assert gpu.attention[0].scores == 2 * 3 * 5 * 6 // 2
     assert gpu.threads is None
     assert (gpu.memory_gib.value, gpu.memory_gib.source) == (3.0, f"{by}: the system says so")

@@ -98,17 +98,19 @@ TREE = {
 
 
 @cache
-def planned(ranks: int = 2, **sections: str) -> tuple[Assembly, Ledger]:
-    """A spec and its plan. ``sections``: the choices of others, as words."""
-    parallel = {"experts": {"ep": 2}} if ranks == 2 else {}
+def planned(ranks: int = 2, *, shard: bool = False, **sections: str) -> tuple[Assembly, Ledger]:
+    """A spec and its plan. ``shard``: whether weights are gathered. ``sections``: the choices of others, as words."""
+    parallel: dict[str, Any] = {"experts": {"ep": 2}} if ranks == 2 else {}
+    if shard:
+        parallel["dense"] = {"shard": "all"}
     tree = {**TREE, "parallel": parallel, **{name: {"use": use} for name, use in sections.items()}}
     machine = Machine(device="cpu")
     assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=ranks, machine=machine)
     return assembly, ledger(assembly)
 
 
-def told(on: Cluster, ranks: int = 2, **sections: str) -> Forecast:
-    assembly, found = planned(ranks, **sections)
+def told(on: Cluster, ranks: int = 2, **spec: Any) -> Forecast:
+    assembly, found = planned(ranks, **spec)
     assert lacks(on, found) == []
     return forecast(assembly, found, on, "laptop", Software())
 
@@ -169,8 +171,9 @@ def test_what_halves_in_a_machine_moves_its_category_and_no_other(what: str) -> 
 
 
 def test_everything_that_a_rank_does_takes_its_threads_one_after_the_other() -> None:
-    for ranks in (1, 2):
-        step = told(LAPTOP, ranks).told
+    for ranks, shard in ((1, False), (2, False), (2, True)):
+        step = told(LAPTOP, ranks, shard=shard).told
+        assert ("other transfers" in step.categories) is shard
         assert step.step_s == pytest.approx(sum(step.categories.values()))
         assert "kernel gaps" not in step.categories
 
@@ -222,6 +225,16 @@ def test_a_product_of_another_shape_takes_what_its_call_its_operations_and_its_v
         expected = CALL_S + flops / FLOPS["fp32"] + VALUE_S * values
         found = rates().product(multiplied(rows, columns, depth, during="fprop"), is_grouped=False)
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradients_of_weights_cost_what_was_measured_of_them_in_their_format() -> None:
+    slow = with_gpu(wgrads=tuple(evolve(each, tflops=halved(each.tflops)) for each in LAPTOP.gpu.products[:4]))
+    for dtype, ratio in (("float32", 2.0), ("bfloat16", 1.0)):
+        wgrad = multiplied(256, 256, 512, during="wgrad", dtype=dtype)
+        expected = ratio * rates().product(wgrad, is_grouped=False)
+        assert rates(slow).product(wgrad, is_grouped=False) == pytest.approx(expected)
+    dgrad = multiplied(256, 256, 512, during="dgrad")
+    assert rates(slow).product(dgrad, is_grouped=False) == rates().product(dgrad, is_grouped=False)
 
 
 def test_groups_of_few_rows_reach_less() -> None:

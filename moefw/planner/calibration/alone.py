@@ -15,6 +15,7 @@ from torch.nn.functional import ScalingType
 
 from moefw.planner.calibration.clocks import Call, Clock, HostClock, calls_of_a_repeat, clock_of
 from moefw.planner.calibration.readings import Reading, reading
+from moefw_kernels.add_wgrad import add_wgrad
 from moefw_kernels.devices import is_gpu
 
 TERA: Final = 1e12
@@ -41,6 +42,10 @@ class Shape:
     def nbytes(self) -> int:
         """Bytes of the operands in fp32."""
         return 4 * self.depth * (self.rows + self.columns)
+
+    def of_gradient(self) -> Shape:
+        """Shape of the gradient of the weight of this product: it sums over the rows."""
+        return Shape(rows=self.columns, columns=self.depth, depth=self.rows)
 
 
 @frozen(kw_only=True)
@@ -116,6 +121,11 @@ def product_name(format: str, shape: Shape) -> str:
     return f"products of {format}, {shape.rows} x {shape.columns} x {shape.depth}"
 
 
+def wgrad_name(format: str, shape: Shape) -> str:
+    """Name of the measurement of a gradient of weights."""
+    return f"gradients of weights, {product_name(format, shape)}"
+
+
 def attention_name(format: str, heads: Heads, phase: str) -> str:
     """Name of the measurement of attention in ``forward`` or ``backward``."""
     of = f"{heads.sequences} x {heads.heads} heads of {heads.width}, {heads.keys} tokens"
@@ -154,6 +164,10 @@ def measurements(device: torch.device, sizes: Sizes, repeats: int) -> Iterator[M
             read = partial(_product, clock, device, format, shape, sizes.spread, repeats)
             yield Measurement(name=product_name(format, shape), unit="TFLOPS", read=read)
     for format, dtype in DTYPES.items():
+        for shape in map(Shape.of_gradient, sizes.shapes):
+            read = partial(_wgrad, clock, device, dtype, shape, sizes.spread, repeats)
+            yield Measurement(name=wgrad_name(format, shape), unit="TFLOPS", read=read)
+    for format, dtype in DTYPES.items():
         for heads in sizes.heads:
             for phase in PHASES:
                 read = partial(_attention, clock, device, dtype, heads, phase, repeats)
@@ -187,6 +201,20 @@ def _call(device: torch.device, format: str, shape: Shape) -> Call:
         return _fp8_product(x_RD, w_CD)
     dtype = DTYPES[format]
     return partial(F.linear, x_RD.to(dtype), w_CD.to(dtype))
+
+
+def _wgrad(clock: Clock, device: torch.device, dtype: torch.dtype, shape: Shape, spread: int, repeats: int) -> Reading:
+    """Reading of a product that is added to a sum in fp32, as micro-batches add up gradients."""
+
+    def call() -> Call:
+        main_OI = torch.zeros(shape.rows, shape.columns, device=device)
+        grad_RO = torch.randn(shape.depth, shape.rows, device=device).to(dtype)
+        x_RI = torch.randn(shape.depth, shape.columns, device=device).to(dtype)
+        return partial(add_wgrad, main_OI, grad_RO, x_RI, None, fresh=False)
+
+    nbytes = shape.nbytes + 4 * shape.rows * shape.columns
+    calls = cycle([call() for _ in range(max(1, spread // nbytes))])
+    return _timed(clock, lambda: next(calls)(), shape.flops / TERA, repeats)
 
 
 def _fp8_product(x_RD: Tensor, w_CD: Tensor) -> Call:

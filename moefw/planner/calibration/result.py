@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from attrs import asdict, evolve, frozen
@@ -25,6 +25,7 @@ from moefw.planner.calibration.alone import (
     bytes_of_passes,
     pass_name,
     product_name,
+    wgrad_name,
 )
 from moefw.planner.calibration.links import COLLECTIVES, MESSAGES, link_name
 from moefw.planner.calibration.ranks import Readings, said_of
@@ -91,6 +92,7 @@ def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, versio
         board_power_w=None if around.board_power_w is None else figures.read(around.board_power_w),
         threads=None if around.threads is None else figures.read(around.threads),
         products=products,
+        wgrads=figures.wgrads(sizes.shapes),
         attention=figures.attention(sizes.heads),
         passes=figures.passes(sizes.operands),
     )
@@ -126,10 +128,17 @@ class _Figures:
 
     def products(self, shapes: Sequence[Shape]) -> tuple[Product, ...]:
         """Every product that was measured."""
+        return self._products(product_name, shapes)
+
+    def wgrads(self, shapes: Sequence[Shape]) -> tuple[Product, ...]:
+        """Every gradient of weights that was measured. ``shapes``: of the products with these weights."""
+        return self._products(wgrad_name, [shape.of_gradient() for shape in shapes])
+
+    def _products(self, name: Callable[[str, Shape], str], shapes: Sequence[Shape]) -> tuple[Product, ...]:
         found = []
         for format in FORMATS:
             for shape in shapes:
-                tflops = self.named(product_name(format, shape))
+                tflops = self.named(name(format, shape))
                 if tflops is not None:
                     found.append(
                         Product(format=format, rows=shape.rows, columns=shape.columns, depth=shape.depth, tflops=tflops)

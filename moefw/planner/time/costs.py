@@ -266,10 +266,10 @@ class Costs:
 
     def _move(self, transfer: Transfer) -> float:
         """Seconds of the links for a transfer, all times."""
-        node, network = self.by_link(transfer)
+        node, network = self._by_link(transfer)
         return transfer.times * self.rates.move(transfer, node, network, self.shapes.dispatcher)
 
-    def by_link(self, transfer: Transfer) -> tuple[float, float]:
+    def _by_link(self, transfer: Transfer) -> tuple[float, float]:
         """Bytes that a rank sends inside a node of the cluster, and between nodes."""
         is_one_node = self.wide_node or self.cluster.links.network is None
         if is_one_node and transfer.ranks <= self.node_gpus:

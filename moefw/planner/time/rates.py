@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
 from math import log
 from typing import Final, Protocol, final
@@ -10,6 +10,7 @@ from typing import Final, Protocol, final
 from attrs import frozen
 
 from moefw.planner.cluster import PEAK_OF, Attention, Cluster, Link
+from moefw.planner.cluster import Product as Measured
 from moefw.planner.report import AGAIN, Product, Transfer
 from moefw.planner.time.figures import Figures
 from moefw.planner.time.least_squares import costs_of
@@ -183,7 +184,11 @@ class MeasuredRates(Rates):
 
     def product(self, product: Product, *, is_grouped: bool) -> float:
         """See :class:`Rates`. The call of a product costs a time, and so do its operations and its values."""
-        call_s, flop_s, value_s = self._products[_format(product.dtype, self._products)]
+        format = _format(product.dtype, self._products)
+        costs = self._products[format]
+        if product.during == "wgrad":
+            costs = self._wgrads.get(format, costs)
+        call_s, flop_s, value_s = costs
         rows, columns, summed = product.shape
         groups = product.groups
         if product.during == "wgrad":
@@ -210,13 +215,11 @@ class MeasuredRates(Rates):
 
     @cached_property
     def _products(self) -> Mapping[str, tuple[float, ...]]:
-        """Seconds of a call, of an operation and of a value, of products of each format."""
-        of_format: dict[str, list[tuple[list[float], float]]] = {}
-        for each in self.cluster.gpu.products:
-            flops = 2.0 * each.rows * each.columns * each.depth
-            values = float(each.rows * (each.depth + each.columns) + each.depth * each.columns)
-            of_format.setdefault(each.format, []).append(([1.0, flops, values], flops / (each.tflops.value * TERA)))
-        return {format: costs_of(*zip(*measured, strict=True)) for format, measured in of_format.items()}
+        return _costs_of_products(self.cluster.gpu.products)
+
+    @cached_property
+    def _wgrads(self) -> Mapping[str, tuple[float, ...]]:
+        return _costs_of_products(self.cluster.gpu.wgrads)
 
     @cached_property
     def _attention(self) -> Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]:
@@ -264,6 +267,16 @@ class MeasuredRates(Rates):
         latency = link.latency_us if measured is None else measured.latency_us
         latency_us = self.figures.transfers.latency_us if latency is None else latency
         return nbytes / (rate.value * GIGA) + latency_us.value * MICRO
+
+
+def _costs_of_products(products: Iterable[Measured]) -> Mapping[str, tuple[float, ...]]:
+    """Seconds of a call, of an operation and of a value, of products of each format."""
+    of_format: dict[str, list[tuple[list[float], float]]] = {}
+    for each in products:
+        flops = 2.0 * each.rows * each.columns * each.depth
+        values = float(each.rows * (each.depth + each.columns) + each.depth * each.columns)
+        of_format.setdefault(each.format, []).append(([1.0, flops, values], flops / (each.tflops.value * TERA)))
+    return {format: costs_of(*zip(*measured, strict=True)) for format, measured in of_format.items()}
 
 
 def format_of(dtype: str, measured: Container[str]) -> str | None:
