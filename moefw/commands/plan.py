@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from moefw.commands import specs
-from moefw.commands.plan_tables import show, show_on_cluster
+from moefw.commands.plan_tables import show, show_advice, show_on_cluster
 from moefw.commands.waiting import waiting
 from moefw.compose.assembly import Assembly
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError, SpecError, os_reason
 from moefw.planner.budget import Budget
 from moefw.planner.prediction import Circumstances, Prediction, predict
+from moefw.planner.time.advice import Advice, advice
 from moefw.system.folders import cache_dir
 
 PLANS = "plans"
@@ -72,7 +74,7 @@ def plan(
     """Predict the memory and the work of a rank that trains as SPEC says, without a GPU.
 
     Memory is told by category and by region; --json tells the work by region, too. With --cluster, the time of a step
-    is told by what it is spent on.
+    is told by what it is spent on, and what to try against that.
 
     Problems that `moefw check` would report are printed instead: exits with 2 then.
     """
@@ -85,6 +87,7 @@ def plan(
             return _draw(assembly, picture)
         with waiting("running a step of a rank on tensors without memory"):
             prediction = predict(assembly, circumstances, cache_dir() / PLANS)
+            found = _advice(prediction, lambda more: specs.read(spec, [*overrides, *more], world))
         budget = None if tokens is None else _budget(prediction, tokens, tokens_per_s_per_gpu)
     except MoefwError as error:
         if not as_json:
@@ -93,15 +96,25 @@ def plan(
         return 2
     if as_json:
         data: dict[str, Any] = {"ok": True, "problems": [], **prediction.to_data()}
+        if prediction.time is not None:
+            data["try"] = [each.to_data() for each in found]
         if budget is not None:
             data["budget"] = budget.to_data()
         click.echo(json.dumps(data))
         return 0
     show(prediction.plan)
     show_on_cluster(prediction)
+    show_advice(found)
     if budget is not None:
         click.echo(f"\n{budget.in_words()}")
     return 0
+
+
+def _advice(prediction: Prediction, assemble: Callable[[Sequence[str]], Assembly]) -> tuple[Advice, ...]:
+    """What to try, where the time of a step is known."""
+    if prediction.time is None:
+        return ()
+    return advice(prediction.time, prediction.assembly, assemble)
 
 
 def _budget(prediction: Prediction, tokens: float, tokens_per_s_per_gpu: float | None) -> Budget:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 from rich.console import Console
 
 from moefw.commands.tables import print_table
 from moefw.planner.prediction import Prediction
 from moefw.planner.report import Ledger
-from moefw.planner.sheets import GIGA, Sheet, on_cluster_in_words, sheets, step_in_words, time_of_step
+from moefw.planner.sheets import GIGA, Sheet, on_cluster_in_words, sheets, step_in_words, time_of_step, what_to_try
+from moefw.planner.time.advice import Advice
 
 
 def show(plan: Ledger) -> None:
@@ -37,6 +40,12 @@ def show_on_cluster(prediction: Prediction) -> None:
     if prediction.time is not None:
         show_sheet(time_of_step(prediction.time))
         click.echo("\n" + "\n".join(step_in_words(prediction.time)))
+
+
+def show_advice(advice: Sequence[Advice]) -> None:
+    """Print what to try against each cost of a step."""
+    if advice:
+        show_sheet(what_to_try(advice))
 
 
 def show_sheet(sheet: Sheet) -> None:

@@ -10,6 +10,7 @@ from attrs import frozen
 
 from moefw.planner.cluster import Cluster
 from moefw.planner.report import COLUMNS, Ledger, RegionTotals
+from moefw.planner.time.advice import Advice
 from moefw.planner.time.forecast import Forecast
 
 GIB: Final = 2**30
@@ -27,6 +28,8 @@ PHASES: Final[Mapping[str, str]] = {
     "optimizer": "update, once a step",
 }
 ONCE: Final = ("once", "gradients", "optimizer")
+NOTHING: Final = "-"
+"""In place of a change: moefw knows none that the spec lacks and accepts."""
 EXPOSED: Final = "recomputed, exposed"
 """What a recomputed region sends again: it waits for it at once, so nothing hides it, also where passes are merged."""
 
@@ -189,6 +192,16 @@ def step_in_words(time: Forecast) -> list[str]:
     if time.bar.extrapolated:
         lines.append(f"extrapolated, as no published run is near in: {', '.join(time.bar.extrapolated)}")
     return lines
+
+
+def what_to_try(advice: Sequence[Advice]) -> Sheet:
+    """What to try against each cost of a step, a row for each change of the spec."""
+    rows: list[tuple[str, ...]] = []
+    for each in advice:
+        trials = [(trial.pasted, trial.because) for trial in each.trials] or [(NOTHING, "")]
+        rows += [(each.category, f"{100 * each.gain:.1f}", *trial) for trial in trials]
+    head = ("what to try against", "saves at most, % of the step", "change of the spec", "because")
+    return Sheet("try", head, rows)
 
 
 def on_cluster(cluster: Cluster, name: str | None, plan: Ledger) -> dict[str, Any]:
