@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from moefw.commands import specs
-from moefw.commands.plan_tables import show, show_advice, show_on_cluster
+from moefw.commands.plan_tables import show_comparison, show_prediction
 from moefw.commands.waiting import waiting
 from moefw.compose.assembly import Assembly
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError, SpecError, os_reason
-from moefw.planner.budget import Budget
+from moefw.planner.comparison import Comparison
 from moefw.planner.prediction import Circumstances, Prediction, predict
-from moefw.planner.time.advice import Advice, advice
 from moefw.system.folders import cache_dir
 
 PLANS = "plans"
@@ -55,6 +54,12 @@ PLANS = "plans"
     default=1.0,
     help="Rows of the rank with most, beside the mean; 1, the default, is forced balance.",
 )
+@click.option(
+    "--compare",
+    multiple=True,
+    metavar="FILE.yaml|KEY=VALUE",
+    help="Tell the plan beside that of another spec, or of this one with another value; may be given several times.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
     "--picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the schedule of a step, instead."
@@ -68,6 +73,7 @@ def plan(
     tokens_per_s_per_gpu: float | None,
     runs_as: str | None,
     skew: float,
+    compare: tuple[str, ...],
     as_json: bool,
     picture: Path | None,
 ) -> int:
@@ -80,57 +86,58 @@ def plan(
     """
     if tokens_per_s_per_gpu is not None and tokens is None:
         raise click.UsageError("--tokens-per-s-per-gpu is the speed of --tokens, which is not there.")
+    if compare and (tokens is not None or picture is not None):
+        raise click.UsageError("--compare tells two plans, and neither --tokens nor --picture.")
+    told: Prediction | Comparison
     try:
         circumstances = Circumstances.read(cluster, runs_as, skew)
-        assembly = specs.read(spec, overrides, world)
         if picture is not None:
-            return _draw(assembly, picture)
-        with waiting("running a step of a rank on tensors without memory"):
-            prediction = predict(assembly, circumstances, cache_dir() / PLANS)
-            found = _advice(prediction, lambda more: specs.read(spec, [*overrides, *more], world))
-        budget = None if tokens is None else _budget(prediction, tokens, tokens_per_s_per_gpu)
+            return _draw(specs.read(spec, overrides, world), picture)
+        if compare:
+            told = _compared(spec, overrides, compare, world, circumstances)
+        else:
+            told = _predicted(spec, overrides, world, circumstances)
+            told = told.with_advice(lambda more: specs.read(spec, [*overrides, *more], world))
+            told = told if tokens is None else told.with_budget(tokens, tokens_per_s_per_gpu)
     except MoefwError as error:
         if not as_json:
             raise
         click.echo(json.dumps({"ok": False, "problems": plain(error.problems)}))
         return 2
     if as_json:
-        data: dict[str, Any] = {"ok": True, "problems": [], **prediction.to_data()}
-        if prediction.time is not None:
-            data["try"] = [each.to_data() for each in found]
-        if budget is not None:
-            data["budget"] = budget.to_data()
-        click.echo(json.dumps(data))
-        return 0
-    show(prediction.plan)
-    show_on_cluster(prediction)
-    show_advice(found)
-    if budget is not None:
-        click.echo(f"\n{budget.in_words()}")
+        click.echo(json.dumps({"ok": True, "problems": [], **told.to_data()}))
+    elif isinstance(told, Comparison):
+        show_comparison(told)
+    else:
+        show_prediction(told)
     return 0
 
 
-def _advice(prediction: Prediction, assemble: Callable[[Sequence[str]], Assembly]) -> tuple[Advice, ...]:
-    """What to try, where the time of a step is known."""
-    if prediction.time is None:
-        return ()
-    return advice(prediction.time, prediction.assembly, assemble)
+def _predicted(spec: str, overrides: Sequence[str], world: int | None, circumstances: Circumstances) -> Prediction:
+    """Prediction of a spec."""
+    assembly = specs.read(spec, overrides, world)
+    with waiting("running a step of a rank on tensors without memory"):
+        return predict(assembly, circumstances, cache_dir() / PLANS)
 
 
-def _budget(prediction: Prediction, tokens: float, tokens_per_s_per_gpu: float | None) -> Budget:
-    """What tokens cost at a speed; None: the predicted one. Raises SpecError if there is none."""
-    cluster = prediction.circumstances.cluster
-    if tokens_per_s_per_gpu is None:
-        if prediction.time is None:
-            what = "--tokens: their speed is unknown, without a time of a step."
-            fix = "Add --cluster NAME, or --tokens-per-s-per-gpu: a run's tokens_per_s, over its ranks."
-            raise SpecError(what, fix)
-        tokens_per_s_per_gpu = prediction.time.tokens_per_s_per_gpu
-    return Budget(
-        tokens=tokens,
-        tokens_per_s_per_gpu=tokens_per_s_per_gpu,
-        gpus=prediction.assembly.layout.world,
-        usd_per_gpu_hour=None if cluster is None else cluster.usd_per_gpu_hour,
+def _compared(
+    spec: str, overrides: Sequence[str], compare: Sequence[str], world: int | None, circumstances: Circumstances
+) -> Comparison:
+    """Prediction of a spec beside that of another, or of the same with other values, or of another with other values.
+
+    Overrides are of both.
+    """
+    files = [each for each in compare if "=" not in each]
+    if len(files) > 1:
+        raise SpecError(f"--compare: {' and '.join(files)} are two specs.", "Compare with one spec, and key=value.")
+    other = files[0] if files else spec
+    changes = [each for each in compare if "=" in each]
+    return Comparison(
+        asked=(shlex.join([spec, *overrides]), shlex.join([other, *overrides, *changes])),
+        predictions=(
+            _predicted(spec, overrides, world, circumstances),
+            _predicted(other, [*overrides, *changes], world, circumstances),
+        ),
     )
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import click
 from rich.console import Console
 
 from moefw.commands.tables import print_table
+from moefw.planner.comparison import Comparison
 from moefw.planner.prediction import Prediction
 from moefw.planner.report import Ledger
 from moefw.planner.sheets import GIGA, Sheet, on_cluster_in_words, sheets, step_in_words, time_of_step, what_to_try
-from moefw.planner.time.advice import Advice
 
 
 def show(plan: Ledger) -> None:
@@ -28,7 +26,17 @@ def show(plan: Ledger) -> None:
         click.echo(f"\nunknown here is what waits for backward, the peak, and the work: {plan.unknown}")
 
 
-def show_on_cluster(prediction: Prediction) -> None:
+def show_prediction(prediction: Prediction) -> None:
+    """Print a plan, what it is on its cluster, what to try there, and what tokens cost."""
+    show(prediction.plan)
+    _show_on_cluster(prediction)
+    if prediction.advice:
+        show_sheet(what_to_try(prediction.advice))
+    if prediction.budget is not None:
+        click.echo(f"\n{prediction.budget.in_words()}")
+
+
+def _show_on_cluster(prediction: Prediction) -> None:
     """Print whether the peak fits a GPU of the cluster, and the time of a step, or what the cluster lacks for it."""
     circumstances = prediction.circumstances
     if circumstances.cluster is None:
@@ -42,10 +50,16 @@ def show_on_cluster(prediction: Prediction) -> None:
         click.echo("\n" + "\n".join(step_in_words(prediction.time)))
 
 
-def show_advice(advice: Sequence[Advice]) -> None:
-    """Print what to try against each cost of a step."""
-    if advice:
-        show_sheet(what_to_try(advice))
+def show_comparison(comparison: Comparison) -> None:
+    """Print two predictions beside each other."""
+    for letter, asked in zip("AB", comparison.asked, strict=True):
+        click.echo(f"{letter}: {asked}")
+    if not comparison.differences:
+        click.echo("\nthe specs are the same, but for run.dir")
+    for sheet in comparison.sheets():
+        show_sheet(sheet)
+    if comparison.in_words():
+        click.echo("\n" + "\n".join(comparison.in_words()))
 
 
 def show_sheet(sheet: Sheet) -> None:

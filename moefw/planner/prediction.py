@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import SpecError
 from moefw.planner import cluster as clusters
+from moefw.planner.budget import Budget
 from moefw.planner.cluster import Cluster
 from moefw.planner.plans import ledger
 from moefw.planner.report import Ledger
 from moefw.planner.sheets import on_cluster
 from moefw.planner.time import software
+from moefw.planner.time.advice import Advice, advice
 from moefw.planner.time.forecast import Forecast, forecast, lacks
 from moefw.planner.time.software import Software
 
@@ -51,7 +54,8 @@ class Circumstances:
 @frozen(kw_only=True)
 class Prediction:
     """What is predicted of a spec. ``time``: None without a cluster, without one that has what time needs, or of a plan
-    that is unknown. ``lacking``: the figures that the cluster lacks.
+    that is unknown. ``lacking``: the figures that the cluster lacks. ``advice``: what to try against each cost of the
+    step, if that was asked for, and ``budget``: what tokens cost.
     """
 
     assembly: Assembly
@@ -59,6 +63,8 @@ class Prediction:
     circumstances: Circumstances
     time: Forecast | None
     lacking: tuple[str, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    budget: Budget | None = None
 
     def to_data(self) -> dict[str, Any]:
         """Plain data: the plan, and what a cluster adds."""
@@ -69,7 +75,31 @@ class Prediction:
         if self.time is not None:
             data["time"] = self.time.to_data()
             data["seconds"] = dict(self.time.told.categories)
+            data["try"] = [each.to_data() for each in self.advice]
+        if self.budget is not None:
+            data["budget"] = self.budget.to_data()
         return data
+
+    def with_advice(self, assemble: Callable[[Sequence[str]], Assembly]) -> Prediction:
+        """This with what to try, where the time of a step is known. ``assemble``: the spec with more overrides."""
+        return self if self.time is None else evolve(self, advice=advice(self.time, self.assembly, assemble))
+
+    def with_budget(self, tokens: float, tokens_per_s_per_gpu: float | None) -> Prediction:
+        """This with what tokens cost at a speed; None: the predicted one. Raises SpecError if there is none."""
+        cluster = self.circumstances.cluster
+        if tokens_per_s_per_gpu is None:
+            if self.time is None:
+                what = "--tokens: their speed is unknown, without a time of a step."
+                fix = "Add --cluster NAME, or --tokens-per-s-per-gpu: a run's tokens_per_s, over its ranks."
+                raise SpecError(what, fix)
+            tokens_per_s_per_gpu = self.time.tokens_per_s_per_gpu
+        budget = Budget(
+            tokens=tokens,
+            tokens_per_s_per_gpu=tokens_per_s_per_gpu,
+            gpus=self.assembly.layout.world,
+            usd_per_gpu_hour=None if cluster is None else cluster.usd_per_gpu_hour,
+        )
+        return evolve(self, budget=budget)
 
 
 def predict(assembly: Assembly, circumstances: Circumstances, cache: Path) -> Prediction:
