@@ -60,6 +60,7 @@ PLANS = "plans"
     metavar="FILE.yaml|KEY=VALUE",
     help="Tell the plan beside that of another spec, or of this one with another value; may be given several times.",
 )
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE.html", help="Write a page about it, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
     "--picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw the schedule of a step, instead."
@@ -74,6 +75,7 @@ def plan(
     runs_as: str | None,
     skew: float,
     compare: tuple[str, ...],
+    html: Path | None,
     as_json: bool,
     picture: Path | None,
 ) -> int:
@@ -99,6 +101,8 @@ def plan(
             told = _predicted(spec, overrides, world, circumstances)
             told = told.with_advice(lambda more: specs.read(spec, [*overrides, *more], world))
             told = told if tokens is None else told.with_budget(tokens, tokens_per_s_per_gpu)
+        if html is not None:
+            _write_page(told, shlex.join([spec, *overrides]), html)
     except MoefwError as error:
         if not as_json:
             raise
@@ -110,6 +114,8 @@ def plan(
         show_comparison(told)
     else:
         show_prediction(told)
+    if html is not None and not as_json:
+        click.echo(f"\nthe page is in {html}")
     return 0
 
 
@@ -139,6 +145,18 @@ def _compared(
             _predicted(other, [*overrides, *changes], world, circumstances),
         ),
     )
+
+
+def _write_page(told: Prediction | Comparison, origin: str, out: Path) -> None:
+    """Write the page of a plan, or of two. Raises SpecError if it cannot be written."""
+    from moefw.report.plan_page import comparison_page, plan_page
+    from moefw.report.rendering import write
+
+    page = comparison_page(told) if isinstance(told, Comparison) else plan_page(told, origin)
+    try:
+        write(page, out)
+    except OSError as error:
+        raise SpecError(f"--html {out}: {os_reason(error)}.", "Name a file that can be written.") from error
 
 
 def _draw(assembly: Assembly, picture: Path) -> int:
