@@ -12,8 +12,8 @@ import click
 from attrs import asdict
 from rich.console import Console
 
-from moefw.commands.plan import MIB, unit_for
 from moefw.commands.tables import print_table
+from moefw.planner.sheets import MIB, unit_for
 from moefw.training.resume import candidates
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 from moefw.commands.doctor.machine import usable_bytes
-from moefw.commands.plan import unit_for
 from moefw.compose.assembly import Assembly
 from moefw.planner import Ledger
+from moefw.planner.sheets import unit_for
 from moefw.system.python import python
 
 LARGEST = 3

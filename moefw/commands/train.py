@@ -134,8 +134,10 @@ def _spare_input(assembly: Assembly) -> None:
 
 def _open_ledger(assembly: Assembly) -> None:
     """Print and write the predicted memory; for ranks on a CPU, also the measured memory of a rank's step."""
-    from moefw.commands.plan import PLANS, show, unit_for
+    from moefw.commands.plan import PLANS
+    from moefw.commands.plan_tables import show
     from moefw.planner import ledger
+    from moefw.planner.sheets import unit_for
     from moefw.training.ledger_file import write
 
     predicted = ledger(assembly, cache=cache_dir() / PLANS)

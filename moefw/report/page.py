@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bokeh.resources import Resources
-from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
-
-import moefw
 from moefw.report.charts import Charts
 from moefw.report.loads import num_windows
 from moefw.report.reading import Run, cells, read_run
+from moefw.report.rendering import rendered, write
 from moefw.report.sections import sections_of
 from moefw.report.words import several
-from moefw.system.files import replaced_file
-
-ASSETS = Path(__file__).parent / "assets"
 
 
 def write_page(folders: Sequence[Path], out: Path) -> None:
@@ -27,9 +19,7 @@ def write_page(folders: Sequence[Path], out: Path) -> None:
 
     Raises DataError if there is no run in a folder or a file of it is damaged, OSError if the page cannot be written.
     """
-    text = page(read_runs(folders))
-    with replaced_file(out) as scratch:
-        scratch.write_text(text, encoding="utf-8")
+    write(page(read_runs(folders)), out)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -46,26 +36,14 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def page(runs: Sequence[Run]) -> str:
     """HTML of a page about runs."""
     charts = Charts(runs)
-    sections = sections_of(runs, charts)
-    assets = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    bokeh, *_ = Resources(mode="inline", components=["bokeh"]).js_raw  # what follows sets a log level, and logs that
-    return assets.get_template("page.html").render(
+    return rendered(
+        of="moefw report",
         title=several([run.name for run in runs]),
         about=_about(runs),
-        sections=sections,
-        style=Markup((ASSETS / "page.css").read_text(encoding="utf-8")),
-        script=Markup((ASSETS / "page.js").read_text(encoding="utf-8")),
-        bokeh=Markup(bokeh),
-        pictures=_inside_a_script(charts.data()),
-        folders=several([str(run.folder) for run in runs]),
-        version=moefw.__version__,
-        written=time.strftime("%Y-%m-%d at %H:%M:%S"),
+        sections=sections_of(runs, charts),
+        pictures=charts.data(),
+        origin=several([str(run.folder) for run in runs]),
     )
-
-
-def _inside_a_script(data: object) -> Markup:
-    """JSON that cannot end the script element around it: it has no ``<``."""
-    return Markup(json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def _about(runs: Sequence[Run]) -> str:

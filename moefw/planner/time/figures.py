@@ -74,8 +74,12 @@ class Figures:
     offload_times: Figure
 
     def generation(self, cluster: Cluster) -> Generation:
-        """Generation of a cluster's GPUs: Blackwell, or one like it, if they multiply fp4."""
-        return self.generations[HOPPER if cluster.gpu.peak_tflops.fp4 is None else BLACKWELL]
+        """Generation of a cluster's GPUs."""
+        return self.generations[self.generation_name(cluster)]
+
+    def generation_name(self, cluster: Cluster) -> str:
+        """Name of the generation of a cluster's GPUs: Blackwell, or one like it, if they multiply fp4."""
+        return HOPPER if cluster.gpu.peak_tflops.fp4 is None else BLACKWELL
 
 
 @cache

@@ -19,7 +19,7 @@ from moefw.planner.time.rates import format_of
 from moefw.planner.time.scale import Scale, fitted
 from moefw.planner.time.schedule import Steady
 from moefw.planner.time.software import Software
-from moefw.planner.time.step import Told, rehearse, told
+from moefw.planner.time.step import Rehearsal, Told, rehearse, seconds_without, told
 
 TERA: Final = 1e12
 ONCE: Final = ("once", "gradients", "optimizer")
@@ -28,11 +28,17 @@ ONCE: Final = ("once", "gradients", "optimizer")
 
 @frozen(kw_only=True)
 class Forecast:
-    """The time of a step. ``bar``: how wrong it may be. ``wire_bytes``: sent by a rank in a step, by link."""
+    """The time of a step. ``bar``: how wrong it may be. ``wire_bytes``: sent by a rank in a step, by link.
+
+    ``inputs``: what of it published rows are like or unlike in.
+    """
 
     plan: Ledger
     cluster: Cluster
+    rehearsal: Rehearsal
+    scale: Scale
     told: Told
+    inputs: Inputs
     bar: Bar
     tokens: int
     wire_bytes: Mapping[str, int]
@@ -66,6 +72,13 @@ class Forecast:
             "saved": self.plan.totals["saved"],
             "peak": self.plan.peak_bytes or 0,
         }
+
+    def gain(self, category: str) -> float:
+        """Share of the step by which it would be shorter if a category cost nothing; 0 if it would not be.
+
+        A shorter backward hides less of the sums of gradients, which may cost more than it gains.
+        """
+        return max(0.0, 1 - seconds_without(category, self.rehearsal, self.scale) / self.told.step_s)
 
     def to_data(self) -> dict[str, Any]:
         """Plain data."""
@@ -164,13 +177,17 @@ def forecast(
         ep_overlap=bool(runs.ep_overlap),
         offloads=bool(runs.offload),
     )
-    step = told(rehearsal, Scale.of(fitted(), cluster, figures()))
+    scale = Scale.of(fitted(), cluster, figures())
+    step = told(rehearsal, scale)
     busiest = next(position for position in plan.positions if step.busiest in position.at)
     inputs = _inputs(assembly, plan, cluster_name, runs, costs.shapes)
     return Forecast(
         plan=plan,
         cluster=cluster,
+        rehearsal=rehearsal,
+        scale=scale,
         told=step,
+        inputs=inputs,
         bar=likeness.bar(inputs, likeness.held_out()),
         tokens=assembly.spec.train.tokens_per_step,
         wire_bytes=_wire(busiest, plan.micro_batches),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from functools import cache
-from math import exp, log2
+from itertools import combinations
+from math import exp, expm1, hypot, log1p, log2
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 from attrs import asdict, frozen
@@ -98,6 +100,33 @@ def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
     far = extrapolated(inputs, [row.inputs for row in rows])
     quantile = _quantile([abs(row.error) for row in rows], weights)
     return Bar(max(LEAST, 100 * quantile) * (1 + FURTHER * len(far)), far)
+
+
+def ratio_percent(one: Inputs, other: Inputs, rows: Sequence[HeldOut]) -> float:
+    """Percent by which the ratio of two predicted speeds may be wrong, of :data:`SHARE` of such ratios.
+
+    Two predictions of one model on one system are wrong in the same direction in part: it is a quantile over pairs of
+    such layouts. Errors of others are taken as independent. What is far from all rows in one of both widens it.
+    """
+    alone = [bar(inputs, rows) for inputs in (one, other)]
+    if not _are_of_one_model(one, other):
+        return hypot(*(each.percent for each in alone))
+    layouts: dict[str, list[HeldOut]] = {}
+    for row in rows:
+        layouts.setdefault(row.layout, []).append(row)
+    apart = [
+        abs(fmean(log1p(row.error) for row in first) - fmean(log1p(row.error) for row in second))
+        for first, second in combinations(layouts.values(), 2)
+        if _are_of_one_model(first[0].inputs, second[0].inputs)
+    ]
+    spread = 100 * expm1(_quantile(apart, [1.0] * len(apart)))
+    far = set(alone[0].extrapolated) ^ set(alone[1].extrapolated)
+    return max(LEAST, spread) * (1 + FURTHER * len(far))
+
+
+def _are_of_one_model(one: Inputs, other: Inputs) -> bool:
+    """Whether two rows are of one model, as far as its width says, on one system."""
+    return (one.cluster, one.hidden) == (other.cluster, other.hidden)
 
 
 def distance(one: Inputs, other: Inputs) -> float:

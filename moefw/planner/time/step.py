@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from attrs import frozen
+from attrs import evolve, fields, frozen
 
 from moefw.planner.report import Position, Work
 from moefw.planner.time.costs import OUTSIDE, Costs, Spent, total
@@ -13,6 +13,7 @@ from moefw.planner.time.scale import Scale
 from moefw.planner.time.schedule import Key, Steady
 
 BACKWARD: Final = ("backward", "recompute")
+BUBBLE: Final = "pipeline bubble"
 
 
 @frozen(kw_only=True)
@@ -156,7 +157,7 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
         "host launches": count * scale.host(spent),
         "sums of gradients": rehearsal.sums_s,
         "optimizer": once,
-        "pipeline bubble": bubble,
+        BUBBLE: bubble,
         "batch and log": scale.step_s,
     }
     return Told(
@@ -166,6 +167,49 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
         waits_for_host_s=factor * max(0.0, count * busy[busiest] - gpu),
         bubble_s=factor * bubble,
         busiest=busiest,
+    )
+
+
+SPENT: Final[Mapping[str, tuple[str, ...]]] = {
+    "products": ("products",),
+    "experts": ("experts",),
+    "attention": ("attention",),
+    "memory passes": ("passes",),
+    "expert transfers": ("expert_transfers",),
+    "other transfers": ("tensor_transfers", "gathers"),
+}
+"""What a pass spends of each category that is its own."""
+
+
+def seconds_without(category: str, rehearsal: Rehearsal, scale: Scale) -> float:
+    """Seconds of a step in which a category costs nothing: the same schedule, played again with the same overlap.
+
+    Of a category that cannot be left out, those of the whole step.
+    """
+    if category in SPENT:
+        rehearsal = _spending_none(rehearsal, SPENT[category])
+    elif category == "kernel gaps":
+        scale = evolve(scale, gap_s=0.0)
+    elif category == "host launches":
+        scale = evolve(scale, host_s=0.0)
+    elif category == "sums of gradients":
+        rehearsal = evolve(rehearsal, sums_s=0.0)
+    elif category == "optimizer":
+        rehearsal = evolve(rehearsal, once_s=0.0)
+    step = told(rehearsal, scale)
+    return step.step_s - (step.bubble_s if category == BUBBLE else 0.0)
+
+
+def _spending_none(rehearsal: Rehearsal, names: Sequence[str]) -> Rehearsal:
+    """A rehearsal whose passes spend nothing of these."""
+    nothing = dict.fromkeys(names, 0.0)
+    return evolve(
+        rehearsal,
+        spent={key: evolve(spent, **nothing) for key, spent in rehearsal.spent.items()},
+        passes=tuple(
+            Passes(**{field.name: evolve(getattr(each, field.name), **nothing) for field in fields(Passes)})
+            for each in rehearsal.passes
+        ),
     )
 
 

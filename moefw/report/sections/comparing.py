@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moefw.compose.spec.leaves import differences as different_leaves
 from moefw.report.blocks import Block, Section, Table, Words
 from moefw.report.charts import Charts
 from moefw.report.reading import Run
 from moefw.report.sections.outcome import measured_peak, section_means, state
-from moefw.report.sections.settings import leaves, shown
 from moefw.report.words import UNKNOWN, duration, number, size
-
-MISSING = object()
 
 
 def results(runs: Sequence[Run], charts: Charts) -> Section | None:
@@ -80,13 +78,7 @@ def differences(runs: Sequence[Run], charts: Charts) -> Section | None:
     """Values of the specs that differ between the runs."""
     if len(runs) == 1:
         return None
-    specs = [leaves(run.spec) for run in runs]
-    keys = dict.fromkeys(key for spec in specs for key in spec if key != "run.dir")
-    rows = []
-    for key in keys:
-        values = [spec.get(key, MISSING) for spec in specs]
-        if any(value != values[0] for value in values[1:]):
-            rows.append([key, *("(absent)" if value is MISSING else shown(value) for value in values)])
+    rows = different_leaves([run.spec for run in runs])
     title = "What is different"
     head = ["key", *(run.name for run in runs)]
     blocks: list[Block] = [Words(["The specs are the same, but for run.dir."])]

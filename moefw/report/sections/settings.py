@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from moefw.compose.spec.leaves import leaves, shown
 from moefw.report.blocks import Block, Section, Table, Words, missing
 from moefw.report.charts import Charts
 from moefw.report.reading import Run
@@ -44,24 +43,3 @@ def _of_run(run: Run, of_run: str) -> list[Block]:
     if not chosen:
         blocks = [Words([f"Every value is the default{of_run}."])]
     return [*blocks, Table(title=f"All values{of_run}", head=head, rows=rows, texts=(0, 1, 2), visible=0)]
-
-
-def leaves(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a spec by their key path, such as ``train.lr``; lists of mappings are numbered."""
-    return dict(_leaves(spec, ""))
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for place, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{place}]")
-    else:
-        yield path, value
-
-
-def shown(value: Any) -> str:
-    """A value as YAML writes it in a line."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,128 @@
+"""What is predicted of a spec: a rank's plan and, on a cluster, the time of a step. Imports torch only to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from moefw.compose.assembly import Assembly
+from moefw.core.errors import SpecError
+from moefw.planner import cluster as clusters
+from moefw.planner.budget import Budget
+from moefw.planner.cluster import Cluster
+from moefw.planner.plans import ledger
+from moefw.planner.report import Ledger
+from moefw.planner.sheets import on_cluster
+from moefw.planner.time import software
+from moefw.planner.time.advice import Advice, advice
+from moefw.planner.time.forecast import Forecast, forecast, lacks
+from moefw.planner.time.software import Software
+
+
+@frozen(kw_only=True)
+class Circumstances:
+    """What a spec does not say: the cluster, the software that runs, and how skewed routing is.
+
+    ``cluster_name``: as it was asked for. ``skew``: rows of the rank with most beside the mean.
+    """
+
+    cluster_name: str | None = None
+    cluster: Cluster | None = None
+    runs: Software = Software()
+    skew: float = 1.0
+    needs_time: bool = False
+    """Whether something was asked that the time of a step alone answers."""
+
+    @classmethod
+    def read(cls, cluster: str | None, runs_as: str | None, skew: float) -> Circumstances:
+        """Circumstances of the command line. Raises SpecError for a name or a file that cannot be read."""
+        needs_time = runs_as is not None or skew != 1.0
+        if cluster is None and needs_time:
+            raise SpecError("--as and --skew: time needs a cluster.", "Add --cluster NAME.")
+        return cls(
+            cluster_name=cluster,
+            cluster=None if cluster is None else clusters.read(cluster),
+            runs=Software() if runs_as is None else software.read(runs_as),
+            skew=skew,
+            needs_time=needs_time,
+        )
+
+
+@frozen(kw_only=True)
+class Prediction:
+    """What is predicted of a spec. ``time``: None without a cluster, without one that has what time needs, or of a plan
+    that is unknown. ``lacking``: the figures that the cluster lacks. ``advice``: what to try against each cost of the
+    step, if that was asked for, and ``budget``: what tokens cost.
+    """
+
+    assembly: Assembly
+    plan: Ledger
+    circumstances: Circumstances
+    time: Forecast | None
+    lacking: tuple[str, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    budget: Budget | None = None
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data: the plan, and what a cluster adds."""
+        data = self.plan.to_data()
+        cluster = self.circumstances.cluster
+        if cluster is not None:
+            data["cluster"] = on_cluster(cluster, self.circumstances.cluster_name, self.plan)
+        if self.time is not None:
+            data["time"] = self.time.to_data()
+            data["seconds"] = dict(self.time.told.categories)
+            data["try"] = [each.to_data() for each in self.advice]
+        if self.budget is not None:
+            data["budget"] = self.budget.to_data()
+        return data
+
+    def with_advice(self, assemble: Callable[[Sequence[str]], Assembly]) -> Prediction:
+        """This with what to try, where the time of a step is known. ``assemble``: the spec with more overrides."""
+        return self if self.time is None else evolve(self, advice=advice(self.time, self.assembly, assemble))
+
+    def with_budget(self, tokens: float, tokens_per_s_per_gpu: float | None) -> Prediction:
+        """This with what tokens cost at a speed; None: the predicted one. Raises SpecError if there is none."""
+        cluster = self.circumstances.cluster
+        if tokens_per_s_per_gpu is None:
+            if self.time is None:
+                what = "--tokens: their speed is unknown, without a time of a step."
+                fix = "Add --cluster NAME, or --tokens-per-s-per-gpu: a run's tokens_per_s, over its ranks."
+                raise SpecError(what, fix)
+            tokens_per_s_per_gpu = self.time.tokens_per_s_per_gpu
+        budget = Budget(
+            tokens=tokens,
+            tokens_per_s_per_gpu=tokens_per_s_per_gpu,
+            gpus=self.assembly.layout.world,
+            usd_per_gpu_hour=None if cluster is None else cluster.usd_per_gpu_hour,
+        )
+        return evolve(self, budget=budget)
+
+
+def predict(assembly: Assembly, circumstances: Circumstances, cache: Path) -> Prediction:
+    """Prediction of a spec. ``cache``: folder of earlier ledgers. Raises SpecError for time that cannot be told."""
+    plan = ledger(assembly, cache=cache)
+    cluster = circumstances.cluster
+    lacking = () if cluster is None else tuple(lacks(cluster, plan))
+    if lacking and circumstances.needs_time:
+        name = circumstances.cluster_name
+        what = f"--as and --skew: the cluster {name} has no {', '.join(lacking)}, which time needs."
+        raise SpecError(what, "Name a cluster that has it, or calibrate this machine again.")
+    return Prediction(
+        assembly=assembly,
+        plan=plan,
+        circumstances=circumstances,
+        time=None if lacking else _time(assembly, plan, circumstances),
+        lacking=lacking,
+    )
+
+
+def _time(assembly: Assembly, plan: Ledger, circumstances: Circumstances) -> Forecast | None:
+    cluster = circumstances.cluster
+    if cluster is None or circumstances.cluster_name is None or plan.unknown:
+        return None
+    name = Path(circumstances.cluster_name).stem
+    return forecast(assembly, plan, cluster, name, circumstances.runs, skew=circumstances.skew)

@@ -1,0 +1,179 @@
+"""What to try against the time of a step: gains respect overlap, and a spec accepts each change that is offered."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import say
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks, read_yaml
+from moefw.core.errors import MoefwError
+from moefw.core.site import Machine
+from moefw.planner import cluster
+from moefw.planner.time.advice import Change, Option, options, overrides
+from moefw.planner.time.costs import Spent
+from moefw.planner.time.figures import figures
+from moefw.planner.time.scale import Scale, fitted
+from moefw.planner.time.schedule import Steady
+from moefw.planner.time.step import Passes, Rehearsal, seconds_without, told
+from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
+
+H100 = cluster.read("h100")
+SCALE = Scale.of(fitted(), H100, figures())
+CATEGORIES = {
+    *("products", "experts", "attention", "memory passes", "kernel gaps", "expert transfers", "other transfers"),
+    *("host launches", "sums of gradients", "optimizer", "pipeline bubble"),
+}
+COMPUTED = {"products": 0.2, "experts": 0.3, "attention": 0.1, "passes": 0.1, "launches": 100.0}
+
+
+def rehearsed(ranks: int = 2, micro_batches: int = 8, merged: bool = False, **spent: float) -> Rehearsal:
+    """A step of a pipeline whose passes all spend the same."""
+    each = Spent(**{**COMPUTED, **spent})
+    pipeline = OneForwardOneBackward()
+    steady = Steady.of(lambda count: pipeline.order(ranks, count), ranks, micro_batches)
+    passes = Passes(forward=each, backward=each, outside_forward=Spent(), outside_backward=Spent())
+    return Rehearsal(
+        passes=(passes,) * ranks,
+        spent=dict.fromkeys(steady.kinds, each),
+        steady=steady,
+        micro_batches=micro_batches,
+        once_s=0.2,
+        sums_s=0.1,
+        all_merged=merged,
+    )
+
+
+def gain(category: str, rehearsal: Rehearsal) -> float:
+    return told(rehearsal, SCALE).step_s - seconds_without(category, rehearsal, SCALE)
+
+
+def test_what_costs_nothing_shortens_a_step_by_no_more_than_it_took() -> None:
+    rehearsal = rehearsed(expert_transfers=0.3, tensor_transfers=0.2, gathers=0.3)
+    categories = told(rehearsal, SCALE).categories
+    assert set(categories) == CATEGORIES
+    for category in CATEGORIES - {"pipeline bubble"}:
+        # A pipeline that fills and empties plays a pass more for each eight.
+        assert 0 <= gain(category, rehearsal) <= categories[category] * 9 / 8 + 1e-9, category
+    assert gain("experts", rehearsal) > 0
+    assert gain("pipeline bubble", rehearsal) == pytest.approx(categories["pipeline bubble"])
+    assert gain("no category", rehearsal) == 0
+
+
+def test_transfers_that_are_hidden_gain_little_and_computation_beside_longer_ones_nothing() -> None:
+    alone = gain("expert transfers", rehearsed(expert_transfers=0.3))
+    assert gain("expert transfers", rehearsed(expert_transfers=0.3, merged=True)) < 0.2 * alone
+    bound = rehearsed(ranks=1, gathers=50.0)
+    assert gain("products", bound) == pytest.approx(0, abs=0.01 * told(bound, SCALE).step_s)
+    assert gain("products", rehearsed(ranks=1)) > 0.1
+
+
+def test_without_the_host_kernels_still_pause() -> None:
+    rehearsal = rehearsed(launches=1e6)
+    after = seconds_without("host launches", rehearsal, SCALE)
+    assert after < told(rehearsal, SCALE).step_s
+    assert seconds_without("kernel gaps", rehearsal, SCALE) < told(rehearsal, SCALE).step_s
+    assert after > seconds_without("host launches", rehearsed(launches=0.0), SCALE)
+
+
+SPEC = {
+    "model": {"preset": "qwen3-30b-a3b-tiny", "num_layers": 8},
+    "precision": {"use": "bf16"},
+    "train": {"seq_len": 64, "micro_batch": 2, "tokens_per_step": 2 * 64 * 64},
+    "run": {"device": "cuda"},
+}
+SHARDED = {"dense": {"shard": "all"}, "experts": {"ep": 4, "shard": "all"}, "ranks_per_node": 2}
+BASES: dict[str, dict[str, Any]] = {
+    "plain": {"parallel": {"experts": {"ep": 8}}},
+    "tp": {"parallel": {"dense": {"tp": 2}, "experts": {"ep": 4}}},
+    "coupled": {"parallel": {"use": "coupled", "tp": 2, "ep": 2, "shard": 4}},
+    "copies": {"parallel": {"experts": {"ep": 2}}},
+    "coupled copies": {"parallel": {"use": "coupled", "ep": 2}},
+    "coupled, sharded over nodes": {"parallel": {"use": "coupled", "ep": 4, "shard": "all", "ranks_per_node": 2}},
+    "sharded": {"parallel": SHARDED},
+    "sharded experts": {"parallel": {"experts": {"ep": 4, "shard": "all"}}},
+    "sharded attention": {"parallel": {"dense": {"shard": "all"}, "experts": {"ep": 8}}},
+    "pipeline": {"parallel": {"pp": 2, "experts": {"ep": 4}}},
+    "blockwise": {"precision": {"use": "fp8-blockwise", "backend": "torch"}, "parallel": {"experts": {"ep": 8}}},
+    "loop": {"gemm": {"use": "loop"}, "parallel": {"experts": {"ep": 8}}},
+    "recomputed": {"memory": [{"use": "recompute", "regions": ["attention"]}]},
+    "one rank": {"parallel": {}},
+}
+
+
+@cache
+def assembled(base: str, capability: str, asked: tuple[str, ...] = ()) -> Assembly:
+    """A base with overrides, whose values replace what is there."""
+    tree: dict[str, Any] = json.loads(json.dumps({**SPEC, **BASES[base]}))
+    for override in asked:
+        key, _, value = override.partition("=")
+        *outer, last = key.split(".")
+        holder = tree
+        for name in outer:
+            holder = holder.setdefault(name, {})
+        holder[last] = read_yaml(f"value: {value}", Marks("override"), [])["value"]
+    machine = Machine(device="cuda", num_devices=8, capability=capability)
+    return assemble_tree(tree, Marks("spec"), defaults=defaults(), world=8, machine=machine)
+
+
+def is_accepted(changes: tuple[Change, ...], base: str, capability: str) -> bool:
+    """Whether a base takes these changes, perhaps where a package is installed that is not here."""
+    asked = overrides(changes, assembled(base, capability))
+    if asked is None:
+        return False
+    try:
+        assembled(base, capability, asked)
+    except MoefwError as error:
+        return all(" needs package " in problem.what for problem in error.problems)
+    return True
+
+
+WAYS = [
+    pytest.param(each, way, id=f"{each.because}, {number}")
+    for each in options()
+    for number, way in enumerate(each.ways)
+]
+
+
+@pytest.mark.parametrize(("option", "changes"), WAYS)
+def test_some_spec_accepts_each_change_that_moefw_knows(option: Option, changes: tuple[Change, ...]) -> None:
+    assert set(option.against) <= CATEGORIES
+    assert option.source.startswith(("https://", "docs/"))
+    capability = "10.0" if option.gpus == ("blackwell",) else "9.0"
+    assert any(is_accepted(changes, base, capability) for base in BASES)
+
+
+def test_a_change_that_a_spec_has_made_or_has_no_key_for_is_none() -> None:
+    assert overrides((Change(key="gemm", value="{use: grouped}"),), assembled("plain", "9.0")) is None
+    assert overrides((Change(key="gemm", value="{use: grouped}"),), assembled("loop", "9.0")) == (
+        "gemm={use: grouped}",
+    )
+    assert overrides((Change(key="parallel.tp", times=0.5),), assembled("tp", "9.0")) is None
+    assert overrides((Change(key="parallel.dense.tp", times=0.5),), assembled("tp", "9.0")) == ("parallel.dense.tp=1",)
+    assert overrides((Change(key="parallel.dense.tp", times=0.5),), assembled("plain", "9.0")) is None
+
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+
+
+def test_a_plan_says_what_to_try_and_takes_it() -> None:
+    data = json.loads(say("plan", QUICKSTART, "--cluster", "h100", "--json").out)
+    (first, *others) = data["try"]
+    assert first["category"] == "host launches"
+    assert [each["gain"] for each in (first, *others)] == sorted((each["gain"] for each in data["try"]), reverse=True)
+    asked = first["trials"][0]["overrides"]
+    assert "train.graphs=step" in asked
+    shown = say("plan", QUICKSTART, "--cluster", "h100").out
+    assert shlex.join(asked) in shown
+    after = json.loads(say("plan", QUICKSTART, *asked, "--cluster", "h100", "--json").out)
+    assert after["time"]["step_time_s"] < data["time"]["step_time_s"]
+    assert all("train.graphs=step" not in trial["overrides"] for each in after["try"] for trial in each["trials"])
+    assert "try" not in json.loads(say("plan", QUICKSTART, "--json").out)
