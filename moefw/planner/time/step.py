@@ -14,6 +14,8 @@ from moefw.planner.time.schedule import Key, Steady
 
 BACKWARD: Final = ("backward", "recompute")
 BUBBLE: Final = "pipeline bubble"
+ROUNDING: Final = 1e-9
+"""Share of a step below which a difference of sums is none."""
 
 
 @frozen(kw_only=True)
@@ -143,7 +145,9 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     backward = scale.device(rehearsal.passes[busiest].backward)
     sums = max(rehearsal.sums_s - scale.beside * backward, scale.sums * rehearsal.sums_s)
     once = scale.passes * rehearsal.once_s
-    bubble = max(0.0, played - count * sum(busy) / len(busy))
+    bubble = played - count * sum(busy) / len(busy)
+    if bubble < ROUNDING * played:
+        bubble = 0.0
     exposed = count * scale.exposed(spent, is_merged=merged)
     gpu = count * scale.device(spent) + exposed
     categories = {
