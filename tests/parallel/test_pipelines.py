@@ -365,7 +365,7 @@ def test_the_plan_is_of_the_stage_that_needs_most(monkeypatch: pytest.MonkeyPatc
     assembly = fake_assembly(tree, 4)
     assert alike_positions(assembly, 4) == {0: [0], 1: [1, 2], 3: [3]}
     peaks = {0: 5, 1: 9, 3: 7}
-    monkeypatch.setattr("moefw.planner.measure.measure_at", lambda *given: _told(given[2], peaks[given[2]]))
+    monkeypatch.setattr("moefw.planner.measure._under_policies", lambda *given: _told(given[2], peaks[given[2]]))
     assert measure_plan(assembly, 4).position == 1
 
 
