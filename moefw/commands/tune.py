@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from attrs import evolve
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from ruamel.yaml import YAML
@@ -84,7 +85,7 @@ def tune(
     kinds = [kind for kind in (vary or BY_DEFAULT) if kind not in keep]
     try:
         runs = software.Software() if runs_as is None else software.read(runs_as)
-        where = _where(cluster, gpus, runs, skew)
+        where = _where(cluster, runs, skew)
         problems: list[Problem] = []
         tree, marks = read_spec_file(Path(spec), overrides, problems)
         registry = Registry()
@@ -97,9 +98,9 @@ def tune(
 
         own = resolve({}, gpus)
         registry.load_all()
+        where = evolve(where, world=own.layout.world)
         stays = _nodes(own, where)
         space = space_of(own, registry.parts(), kinds, stays)
-        where = _where(cluster, own.layout.world, runs, skew)
         excerpts = Excerpts(resolve, cache_dir() / EXCERPTS)
         with _progress(candidates) as said:
             search = Search(space, where, resolve, excerpts, said)
@@ -124,14 +125,14 @@ def tune(
     return 0
 
 
-def _where(cluster: str, world: int | None, runs: software.Software, skew: float) -> Where:
-    """Where candidates run. Raises SpecError for a cluster that lacks what time needs."""
+def _where(cluster: str, runs: software.Software, skew: float) -> Where:
+    """Where candidates run, on one GPU yet. Raises SpecError for a cluster that lacks what time needs."""
     gpus = clusters.read(cluster)
     missing = lacks(gpus)
     if missing:
         what = f"--cluster {cluster} has no {', '.join(missing)}, which time needs."
         raise SpecError(what, "Name a cluster of GPUs in nodes.")
-    return Where(world=world or 1, cluster=gpus, name=Path(cluster).stem, runs=runs, skew=skew)
+    return Where(world=1, cluster=gpus, name=Path(cluster).stem, runs=runs, skew=skew)
 
 
 def _nodes(own: Assembly, where: Where) -> Settings:

@@ -15,14 +15,12 @@ from moefw.core.errors import MoefwError
 from moefw.planner.measure import recorded, stand_ins, with_held
 from moefw.planner.micro_batch import FP32, POOL, MicroBatch
 from moefw.planner.report import Ledger, Peak, Transfer, Work
-from moefw.planner.tune.parts import SIDES, End, Excerpt, Share, Sides
+from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, End, Excerpt, Share, Sides
 from moefw.planner.usage import Usage
 from moefw.recording.recorder import OPERANDS
 from moefw.runtime.parallel.holders import holdings
 from moefw.runtime.pipeline.placement import Stages
 
-MICRO_BATCHES: Final = 4
-"""Micro-batches of an excerpt's step: so many that a schedule of two positions comes to its steady part."""
 ENDS: Final = ("gradients", "optimizer")
 """Phases of the work that ends a step."""
 ByLayer = Mapping[tuple[int | None, str], int]

@@ -1,4 +1,4 @@
-"""The excerpts of candidates: from memory, from the cache, or measured. Imports torch only to measure."""
+"""The excerpts of candidates: from memory, from the cache, or measured."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any, Final
 from attrs import define, field, frozen
 
 from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
 from moefw.core.errors import MoefwError
 from moefw.core.records import Stage
 from moefw.planner import cache as cache_files
 from moefw.planner.layers import facts_of
 from moefw.planner.plans import without_garbage_collection
-from moefw.planner.tune.parts import SIDES, Excerpt
+from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, Excerpt
 from moefw.planner.tune.settings import Settings, pipeline_of
 from moefw.runtime.parallel.meshes import COPIES
 from moefw.runtime.pipeline.placement import Stages
@@ -24,8 +25,6 @@ ROW: Final = 3
 """Equal blocks of layers in a row: the one in the middle has neighbours like itself."""
 LONGEST: Final = 4
 """Layers of a block at most."""
-MICRO_BATCHES: Final = 4
-"""Micro-batches of an excerpt's step: so many that a schedule of two positions comes to its steady part."""
 POSITIONS: Final = 2
 """Positions on pp of an excerpt: without pp, what both have is in one."""
 INSIDE: Final = ("cp", "tp", "ep", "etp")
@@ -99,7 +98,7 @@ class Excerpts:
             dp = ranks * assembly.layout.sizes.get("dp", 1) * len(assembly.stages) // assembly.layout.world
             tokens = MICRO_BATCHES * dp * train.micro_batch * train.seq_len
             paths = pipeline_of(assembly)
-            values = dict(zip(paths, (POSITIONS, {"use": "1f1b"}), strict=True))
+            values = dict(zip(paths, (POSITIONS, defaults()["pipeline"]), strict=True))
             others = {path: value for path, value in settings.items() if path not in paths}
             try:
                 return self.resolve({**others, **values, ("train", "tokens_per_step"): tokens}, POSITIONS * ranks)

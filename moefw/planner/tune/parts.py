@@ -11,6 +11,8 @@ from moefw.planner.report import Work, work_of
 
 SIDES = ("dense", "experts")
 """The meshes of parameters."""
+MICRO_BATCHES = 4
+"""Micro-batches of an excerpt's step: so many that a schedule of two positions comes to its steady part."""
 Sides = Mapping[str, int]
 """Bytes by mesh."""
 

@@ -1,4 +1,4 @@
-"""Why other candidates lose, and by what; and what would fit where nothing does. Imports no torch."""
+"""Why other candidates lose, and by what; and what would fit where nothing does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search: from the best candidate known, a step on every axis, until enough are known. Imports no torch.
+"""The search: from the best candidate known, a step on every axis, until enough are known.
 
 Candidates are weighed by the time of a step; one that does not fit counts as slower, the more is missing, so that it is
 still a way to those that fit. The same seed gives the same candidates in the same order.
@@ -106,7 +106,9 @@ class Search:
         assembly = self.resolve(candidate.settings, self.where.world)
         ledger = ledger_of(assembly)
         if ledger.unknown:
-            return Candidate(settings=candidate.settings, label=candidate.label, problems=(ledger.unknown,)), None
+            unknown = Candidate(settings=candidate.settings, label=candidate.label, problems=(ledger.unknown,))
+            self.known[key_of(candidate.settings)] = unknown
+            return unknown, None
         told = self._forecast(assembly, ledger)
         found = self._candidate(candidate.settings, assembly, ledger, told)
         self.known[key_of(candidate.settings)] = found
