@@ -34,6 +34,7 @@ COMMANDS = {
     "convert": "A Hugging Face folder as a run, and a run's model as such a folder.",
     "check": "Every problem of SPEC at once, without a GPU or a process group.",
     "plan": "What a rank will hold in memory, by category and by region, from SPEC alone.",
+    "tune": "The fastest layout, schedule and policies for SPEC on a cluster, and why the rest loses.",
     "plugins": "Every plugin by kind: where from, usable here; of one, why not, and its options.",
     "matrix": "What goes with what, and why the rest does not.",
     "bench": "This machine as a cluster of figures; times of kernels on this GPU, which later runs use.",

@@ -71,7 +71,7 @@ def _run_of_stage(numbers: Sequence[int], kinds: Sequence[Any]) -> Iterator[RunL
     """
     at = 0
     while at < len(numbers):
-        length, count = _row_of_blocks(kinds[at:])
+        length, count = row_of_blocks(kinds[at:])
         middle = range(at + length, at + 2 * length)
         last = range(at + (count - 1) * length, at + count * length)
         if count <= RUN:
@@ -83,7 +83,7 @@ def _run_of_stage(numbers: Sequence[int], kinds: Sequence[Any]) -> Iterator[RunL
         at = last.stop
 
 
-def _row_of_blocks(kinds: Sequence[Any]) -> tuple[int, int]:
+def row_of_blocks(kinds: Sequence[Any]) -> tuple[int, int]:
     """Length and number of the equal blocks with which kinds begin: the shortest of more than three, else one layer."""
     for length in range(1, len(kinds) // (RUN + 1) + 1):
         block = kinds[:length]
@@ -106,7 +106,10 @@ def alike_positions(assembly: Assembly, micro_batches: int) -> Mapping[int, Sequ
     by_kinds: dict[str, list[int]] = {}
     for position, stages in enumerate(assembly.stages):
         kinds = repr(
-            [(stage.is_first, stage.is_last, [_facts(assembly, number) for number in stage.layers]) for stage in stages]
+            [
+                (stage.is_first, stage.is_last, [facts_of(assembly, number) for number in stage.layers])
+                for stage in stages
+            ]
         )
         by_kinds.setdefault(kinds, []).append(position)
     chosen = {max(alike, key=lambda position: most_in_flight(order[position])): alike for alike in by_kinds.values()}
@@ -115,10 +118,10 @@ def alike_positions(assembly: Assembly, micro_batches: int) -> Mapping[int, Sequ
 
 def _kind(assembly: Assembly, model: InPhases, number: int) -> Any:
     """Key that layers of one kind share: class of the module, and facts."""
-    return type(model.layers[number]), _facts(assembly, number)
+    return type(model.layers[number]), facts_of(assembly, number)
 
 
-def _facts(assembly: Assembly, number: int) -> Any:
+def facts_of(assembly: Assembly, number: int) -> Any:
     """Description of a layer by its spec, to be compared.
 
     The facts of its MoE layer, the modules that its recipe keeps in high precision, how far its attention reaches, and

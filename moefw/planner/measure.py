@@ -96,14 +96,14 @@ def _under_policies(assembly: Assembly, count: int, position: int) -> Ledger:
     except (MoefwError, RuntimeError) as error:
         held = _held(_that_builds(assembly), count, position)
         unknown = evolve(held, unknown=str(error))
-        stand_ins = _stand_ins(assembly)
-        if not stand_ins:
+        in_place = stand_ins(assembly)
+        if not in_place:
             return unknown
         try:
             ledger = _ledger(_with_stand_ins(assembly), count, position)
         except (MoefwError, RuntimeError):
             return unknown
-        modelled = tuple(f"{section}: measured as {part!r}" for section, part in stand_ins.items())
+        modelled = tuple(f"{section}: measured as {part!r}" for section, part in in_place.items())
         return evolve(ledger, modelled=modelled)
     return ledger
 
@@ -117,18 +117,18 @@ def _beside_no_policies(assembly: Assembly, ledger: Ledger) -> Ledger:
         return evolve(ledger, regions=rows)
     runs = _with_stand_ins(assembly) if ledger.modelled else assembly
     without_policies = evolve(runs, parts=evolve(runs.parts, memory=()))
-    with _recorded(without_policies, ledger.micro_batches, ledger.position, gradients=False) as (batch, _, _):
+    with recorded(without_policies, ledger.micro_batches, ledger.position, gradients=False) as (batch, _, _):
         batch.forward()
         return evolve(ledger, regions=_with_bytes_without_policies(ledger.regions, _regions(batch)))
 
 
 def _with_stand_ins(assembly: Assembly) -> Assembly:
     """Assembly with what its parts are planned as in their place."""
-    parts: Any = _stand_ins(assembly)  # each is of the kind of the part that names it
+    parts: Any = stand_ins(assembly)  # each is of the kind of the part that names it
     return evolve(assembly, parts=evolve(assembly.parts, **parts))
 
 
-def _stand_ins(assembly: Assembly) -> dict[str, Plugin]:
+def stand_ins(assembly: Assembly) -> dict[str, Plugin]:
     """Parts that are planned as another one, by their place in an assembly, each with that other one."""
     names = [field.name for field in fields(ChosenPlugins) if isinstance(getattr(assembly.parts, field.name), Plugin)]
     parts = {name: getattr(assembly.parts, name) for name in names}
@@ -147,14 +147,14 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
     need no more if it had gradients. Where weights are gathered once a step, in the first micro-batch, both are.
     """
     has_schedule = assembly.layout.sizes.get("pp", 1) > 1 or assembly.parts.pipeline.merges
-    with _recorded(assembly, count, position, gradients=count > 1) as (batch, layout, shared):
+    with recorded(assembly, count, position, gradients=count > 1) as (batch, layout, shared):
         batch.forward()
         batch.backward()
         usage = Usage(batch, gradients=count > 1)
         # Before the optimizer is built, which allocates storages of its own.
         regions = _regions(batch)
         pools = _labelled(batch, POOL)
-        ledger = _with_held(batch, layout, shared, count)
+        ledger = with_held(batch, layout, shared, count)
         all_gradients = ledger.held.gradients
         update = Peak(place="optimizer", operands=0, saved=0, gathered=0, passing=ledger.held.step_passing)
         peaks = [usage.peak(all_gradients), update]
@@ -168,7 +168,7 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
         peaks.append(evolve(peaks[0], place=EVALUATION, passing=beside_graph))
     most = max(peak.total for peak in peaks)
     if count > 1 and (gathers_once or most_before_gradients > most):
-        with _recorded(assembly, count, position, gradients=False) as (batch, _, _):
+        with recorded(assembly, count, position, gradients=False) as (batch, _, _):
             batch.forward()
             batch.backward()
             peaks.append(Usage(batch, gradients=False).peak(all_gradients))
@@ -180,18 +180,18 @@ def _evaluation(assembly: Assembly, position: int, batch_bytes: int) -> int:
     train = assembly.spec.train
     windows = max(1, train.eval_tokens // train.seq_len)
     count = -(-windows // (train.micro_batch * assembly.layout.sizes.get("dp", 1)))
-    with _recorded(assembly, 1, position, gradients=False, passes=FORWARD) as (batch, _, _):
+    with recorded(assembly, 1, position, gradients=False, passes=FORWARD) as (batch, _, _):
         return count * batch_bytes + batch.evaluate(count)
 
 
 def _held(assembly: Assembly, count: int, position: int) -> Ledger:
     """Ledger with what is known without running a micro-batch."""
-    with _recorded(assembly, count, position, gradients=False) as (batch, layout, shared):
-        return _with_held(batch, layout, shared, count)
+    with recorded(assembly, count, position, gradients=False) as (batch, layout, shared):
+        return with_held(batch, layout, shared, count)
 
 
 @contextmanager
-def _recorded(
+def recorded(
     assembly: Assembly, count: int, position: int, *, gradients: bool, passes: Sequence[Pass] = TRAINING
 ) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
     """Open the first rank of a position on pp: a recorded micro-batch that has not run, the layout, what parts share.
@@ -213,7 +213,7 @@ def _recorded(
         yield batch, layout, shared
 
 
-def _with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> Ledger:
+def with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> Ledger:
     """Ledger with what the rank holds all the time. Builds an optimizer, makes a step with it, and notes its work."""
     train = batch.assembly.spec.train
     model = batch.model

@@ -227,18 +227,19 @@ class Ledger:
         values["held"] = Held(**data["held"])
         values["peak"] = None if data["peak"] is None else Peak(**data["peak"])
         values["regions"] = tuple(RegionTotals(**row) for row in data["regions"])
-        values["work"] = tuple(_work_of(row) for row in data["work"])
+        values["work"] = tuple(work_of(row) for row in data["work"])
         values["modelled"] = tuple(data["modelled"])
         values["positions"] = tuple(_position_of(row) for row in data["positions"])
         return cls(**values)
 
 
 def _position_of(data: Mapping[str, Any]) -> Position:
-    work = tuple(_work_of(row) for row in data["work"])
+    work = tuple(work_of(row) for row in data["work"])
     return Position(at=tuple(data["at"]), peak_bytes=data["peak_bytes"], work=work)
 
 
-def _work_of(data: Mapping[str, Any]) -> Work:
+def work_of(data: Mapping[str, Any]) -> Work:
+    """Work of plain data."""
     values = dict(data)
     values["products"] = tuple(Product(**{**row, "shape": tuple(row["shape"])}) for row in data["products"])
     values["transfers"] = tuple(Transfer(**row) for row in data["transfers"])

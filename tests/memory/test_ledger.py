@@ -222,7 +222,7 @@ def test_a_ledger_is_measured_once_and_again_when_its_code_or_spec_changes(
     ledger(other, cache=tmp_path)
     ledger(assembly, cache=tmp_path, micro_batches=3)
     assert measured == [2, 2, 3]
-    monkeypatch.setattr("moefw.planner.plans._sources", lambda _: iter(["edited"]))
+    monkeypatch.setattr("moefw.planner.cache.sources", lambda _: iter(["edited"]))
     ledger(assembly, cache=tmp_path)
     assert measured == [2, 2, 3, 2]
 
@@ -242,7 +242,7 @@ def _halved(entry: bytes) -> bytes:
         pytest.param(lambda entry: entry.replace(b"saved", b"s\xffved"), id="no text"),
         pytest.param(lambda entry: b"[" * 100_000, id="nested without end"),
         pytest.param(_halved, id="half of a number"),
-        pytest.param(lambda entry: json.dumps(json.loads(entry)["ledger"]).encode(), id="no hash"),
+        pytest.param(lambda entry: json.dumps(json.loads(entry)["data"]).encode(), id="no hash"),
     ],
 )
 def test_a_damaged_plan_counts_as_absent(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import combinations
 from math import exp, expm1, hypot, log1p, log2
 from pathlib import Path
@@ -49,12 +50,12 @@ class Inputs:
     tokens_a_micro_batch: int
     tokens_a_sequence: int
 
-    @property
+    @cached_property
     def choices(self) -> Mapping[str, str]:
         """Inputs that are no numbers."""
         return {name: str(value) for name, value in asdict(self).items() if name not in NUMBERS}
 
-    @property
+    @cached_property
     def numbers(self) -> Mapping[str, int]:
         """Inputs that are numbers."""
         return {name: value for name, value in asdict(self).items() if name in NUMBERS}
@@ -95,8 +96,8 @@ def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
 
     Rows of one layout have one vote.
     """
-    layouts = [row.layout for row in rows]
-    weights = [exp(-distance(inputs, row.inputs) / BREADTH) / layouts.count(row.layout) for row in rows]
+    votes = Counter(row.layout for row in rows)
+    weights = [exp(-distance(inputs, row.inputs) / BREADTH) / votes[row.layout] for row in rows]
     far = extrapolated(inputs, [row.inputs for row in rows])
     quantile = _quantile([abs(row.error) for row in rows], weights)
     return Bar(max(LEAST, 100 * quantile) * (1 + FURTHER * len(far)), far)

@@ -1,0 +1,234 @@
+"""``moefw tune``: the layouts, schedules and policies with which a spec trains fastest on a cluster, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from attrs import evolve
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from ruamel.yaml import YAML
+
+from moefw.commands.plan import GIB, PLANS
+from moefw.commands.tables import print_table
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.registry import Registry
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Tree, read_spec_file
+from moefw.compose.spec.structure import plain
+from moefw.core.errors import MoefwError, Problem, SpecError, os_reason
+from moefw.planner import cluster as clusters
+from moefw.planner import ledger
+from moefw.planner.time import software
+from moefw.planner.time.forecast import Forecast, lacks
+from moefw.planner.tune.candidates import Candidate
+from moefw.planner.tune.excerpts import Excerpts
+from moefw.planner.tune.ranking import error_of_ratio, tied
+from moefw.planner.tune.reasons import impossible, reasons
+from moefw.planner.tune.search import Search, Where
+from moefw.planner.tune.settings import Settings, with_settings
+from moefw.planner.tune.space import BY_DEFAULT, KINDS, space_of
+from moefw.system.folders import cache_dir
+
+EXCERPTS = "excerpts"
+"""The folder of excerpts in the cache."""
+SHOWN = 10
+"""Candidates of the tied group that are printed."""
+PLANNED = 5
+"""Candidates of the tied group that are planned whole until one fits."""
+CANDIDATES = 200
+RANKS_PER_NODE = ("parallel", "ranks_per_node")
+
+
+@click.command()
+@click.argument("spec", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("--cluster", required=True, metavar="NAME|FILE.yaml", help="Cluster to run on.")
+@click.option("--gpus", type=click.IntRange(min=1), help="GPUs; by default the fewest that SPEC's own layout fits.")
+@click.option(
+    "--candidates", type=click.IntRange(min=1), default=CANDIDATES, show_default=True, help="Most to look at."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
+@click.option("--vary", multiple=True, type=click.Choice(KINDS), help="Vary this alone; may be given several times.")
+@click.option("--keep", multiple=True, type=click.Choice(KINDS), help="Keep this as SPEC has it.")
+@click.option("--as", "runs_as", metavar="NAME|FILE.yaml", help="Predict the time of other software.")
+@click.option(
+    "--skew", type=click.FloatRange(min=1.0), default=1.0, help="Rows of the rank with most, beside the mean."
+)
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE.yaml", help="Write the best spec.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def tune(
+    spec: str,
+    overrides: tuple[str, ...],
+    cluster: str,
+    gpus: int | None,
+    candidates: int,
+    seed: int,
+    vary: tuple[str, ...],
+    keep: tuple[str, ...],
+    runs_as: str | None,
+    skew: float,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Search for what makes SPEC train fastest on a cluster, and say why the rest loses. Needs no GPU.
+
+    Layouts, sharding, schedules, micro-batches, exact memory policies and dispatchers vary; with --vary precision also
+    formats and policies that change what is computed. Exits with 2 if nothing fits.
+    """
+    kinds = [kind for kind in (vary or BY_DEFAULT) if kind not in keep]
+    try:
+        runs = software.Software() if runs_as is None else software.read(runs_as)
+        where = _where(cluster, runs, skew)
+        problems: list[Problem] = []
+        tree, marks = read_spec_file(Path(spec), overrides, problems)
+        registry = Registry()
+
+        def resolve(settings: Settings, world: int | None) -> Assembly:
+            changed = with_settings(tree, settings)
+            return assemble_tree(
+                changed, marks, problems, defaults=defaults(), registry=registry, world=world, for_run=True
+            )
+
+        own = resolve({}, gpus)
+        registry.load_all()
+        where = evolve(where, world=own.layout.world)
+        stays = _nodes(own, where)
+        space = space_of(own, registry.parts(), kinds, stays)
+        excerpts = Excerpts(resolve, cache_dir() / EXCERPTS)
+        with _progress(candidates) as said:
+            search = Search(space, where, resolve, excerpts, said)
+            search.run(candidates, seed)
+            best, told = _planned(search)
+            lines = [*reasons(search, best)]
+    except MoefwError as error:
+        if not as_json:
+            raise
+        click.echo(json.dumps({"ok": False, "problems": plain(error.problems)}))
+        return 2
+    changed = {path: value for path, value in best.settings.items() if space.own.get(path) != value}
+    if output is not None:
+        _write(output, with_settings(tree, changed), best, where, told, lines)
+    group = tied(search.candidates)
+    if as_json:
+        click.echo(json.dumps(_data(search, best, told, group, lines, with_settings(tree, changed))))
+        return 0
+    _show(search, best, told, group, lines)
+    if output is not None:
+        click.echo(f"\nthe best spec is written to {output}")
+    return 0
+
+
+def _where(cluster: str, runs: software.Software, skew: float) -> Where:
+    """Where candidates run, on one GPU yet. Raises SpecError for a cluster that lacks what time needs."""
+    gpus = clusters.read(cluster)
+    missing = lacks(gpus)
+    if missing:
+        what = f"--cluster {cluster} has no {', '.join(missing)}, which time needs."
+        raise SpecError(what, "Name a cluster of GPUs in nodes.")
+    return Where(world=1, cluster=gpus, name=Path(cluster).stem, runs=runs, skew=skew)
+
+
+def _nodes(own: Assembly, where: Where) -> Settings:
+    """Ranks of a node, a power of two as layouts are, where the spec leaves them to the launcher."""
+    node = where.cluster.links.node
+    if own.site.ranks_per_node is not None or node is None:
+        return {}
+    ranks = own.layout.world if node.gpus is None else min(own.layout.world, round(node.gpus.value))
+    return {RANKS_PER_NODE: 1 << (ranks.bit_length() - 1)}
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Any]:
+    """Show how many candidates are known, on standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = TextColumn("candidates"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=count)
+        yield lambda _: progress.advance(task)
+
+
+def _planned(search: Search) -> tuple[Candidate, Forecast]:
+    """First of the tied group that a whole plan says fits. Raises PlanError if there is none."""
+    for _ in range(PLANNED):
+        group = tied(search.candidates)
+        if not group:
+            break
+        best, told = search.exact(group[0], lambda assembly: ledger(assembly, cache=cache_dir() / PLANS))
+        if told is not None and best.fits:
+            return best, told
+    raise impossible(search)
+
+
+def _data(
+    search: Search, best: Candidate, told: Forecast, group: Sequence[Candidate], lines: Sequence[str], spec: Tree
+) -> dict[str, Any]:
+    return {
+        "ok": True,
+        "problems": [],
+        "counts": search.counts,
+        "error_of_ratio_percent": 100 * error_of_ratio().share,
+        "best": {**best.to_data(), "time": told.to_data()},
+        "own": search.own.to_data(),
+        "tied": [candidate.to_data() for candidate in group],
+        "reasons": list(lines),
+        "spec": spec,
+    }
+
+
+def _show(search: Search, best: Candidate, told: Forecast, group: Sequence[Candidate], lines: Sequence[str]) -> None:
+    """Print the tied group, what the best is, and why the rest loses."""
+    fastest = min(candidate.step_s for candidate in group)
+    others = [candidate for candidate in group if candidate.settings != best.settings]
+    rows = [
+        (
+            f"{candidate.step_s:.4g}",
+            f"{100 * (candidate.step_s / fastest - 1):.1f}",
+            f"{candidate.tokens_per_s_per_gpu:.0f}",
+            f"{(candidate.left_bytes or 0) / GIB:.1f}",
+            candidate.label,
+        )
+        for candidate in (best, *others[: SHOWN - 1])
+    ]
+    head = ("step s", "% slower", "tokens/s a GPU", "GiB left", "settings")
+    print_table(Console(markup=False, highlight=False), head, rows)
+    click.echo(
+        f"\n{len(group)} candidates are within {100 * error_of_ratio().share:.0f} %, the error of a ratio: they are "
+        "tied, and in the order of memory left, then simplicity"
+    )
+    click.echo(
+        f"the first, planned whole: a step takes {told.told.step_s:.4g} s, give or take {told.bar.percent:.0f} %: "
+        f"{told.model_tflops_per_gpu:.0f} TFLOPS a GPU, {told.told.bound_by} take longest"
+    )
+    own = search.own
+    if own.told is not None:
+        fits = "" if own.fits else f", and does not fit: {-(own.left_bytes or 0) / GIB:.1f} GiB are missing"
+        click.echo(f"SPEC as it is takes {own.step_s:.4g} s, {100 * (own.step_s / best.step_s - 1):+.1f} %{fits}")
+    click.echo(", ".join(f"{name}: {number}" for name, number in search.counts.items()))
+    if lines:
+        click.echo("\nwhy others lose")
+        for line in lines:
+            click.echo(f"  {line}")
+
+
+def _write(path: Path, tree: Tree, best: Candidate, where: Where, told: Forecast, lines: Sequence[str]) -> None:
+    """Write the best spec, with why it is the best."""
+    about = [
+        f"Found by moefw tune for {where.world} GPUs of {where.name}: {best.label}.",
+        f"Predicted: a step takes {told.told.step_s:.4g} s, give or take {told.bar.percent:.0f} %.",
+        *lines,
+    ]
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(f"# {line}\n" for line in about)
+            yaml = YAML(typ="safe", pure=True)
+            yaml.default_flow_style = False
+            yaml.dump(tree, file)
+    except OSError as error:
+        raise SpecError(f"--output {path}: {os_reason(error)}.", "Name a file that can be written.") from error

@@ -1,0 +1,62 @@
+"""Candidates: settings of a spec with what they would take, or why they are none. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from moefw.planner.time.step import Told
+from moefw.planner.tune.settings import Settings
+
+
+@frozen(kw_only=True)
+class Candidate:
+    """Settings, and the time and peak of a step with them. ``label``: the settings in words.
+
+    ``problems``: why ``check`` refuses them, or why they cannot be measured; then nothing else is known.
+    ``complexity``: the parallel dimensions and policies in use. ``position``: the one on pp that needs most memory.
+    ``sizes``: of the layout.
+    """
+
+    settings: Settings
+    label: str
+    problems: tuple[str, ...] = ()
+    is_refused: bool = False
+    told: Told | None = None
+    peak_bytes: int | None = None
+    left_bytes: int | None = None
+    position: int = 0
+    complexity: int = 0
+    sizes: Mapping[str, int] = {}
+    tokens_per_s_per_gpu: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits a GPU."""
+        return self.left_bytes is not None and self.left_bytes >= 0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; infinity: unknown."""
+        return float("inf") if self.told is None else self.told.step_s
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes by which the peak does not fit."""
+        return max(0, -(self.left_bytes or 0))
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "settings": {".".join(map(str, path)): value for path, value in self.settings.items()},
+            "problems": list(self.problems),
+            "step_time_s": None if self.told is None else self.told.step_s,
+            "seconds": None if self.told is None else dict(self.told.categories),
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "peak_bytes": self.peak_bytes,
+            "left_bytes": self.left_bytes,
+            "fits": self.fits,
+            "layout": dict(self.sizes),
+        }

@@ -1,0 +1,263 @@
+"""The ledger of a candidate, composed from an excerpt of its model. Imports no torch.
+
+Positions on pp are sums of layers and of what lies outside of them. Bytes that each micro-batch saves are multiplied
+by those in flight, which the schedule's own lists say. Where the excerpt has fewer copies of parameters than the
+candidate, what ranks hold of them, and send to gather and to reduce them, is that of the candidate's groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+from attrs import evolve, frozen
+
+from moefw.compose.assembly import Assembly
+from moefw.core.records import Order, Stage
+from moefw.planner.report import Held, Ledger, Peak, Position, Transfer, Work
+from moefw.planner.time.costs import SEND
+from moefw.planner.tune.parts import SIDES, End, Excerpt, Share, Sides
+from moefw.runtime.parallel.meshes import COPIES
+from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
+
+OF_PARAMETERS: Final = ("all-gather", "reduce-scatter", "all-reduce")
+"""Collectives over the copies of parameters."""
+PLACE: Final = "composed"
+
+
+@frozen
+class Copies:
+    """Copies of the parameters of a mesh: their number in the excerpt, and in the candidate; and of a rank's group of
+    them, the peers in its own node.
+    """
+
+    measured: int
+    number: int
+    in_node: int
+    shards: int
+
+    @property
+    def held(self) -> float:
+        """Bytes that a rank of the candidate holds beside those of the excerpt, where all copies share parameters."""
+        return self.measured / self.number if self.shards > 1 else 1.0
+
+
+@frozen
+class Composer:
+    """Composes the ledger of an assembly from an excerpt. ``kinds``: the kind of each layer."""
+
+    assembly: Assembly
+    excerpt: Excerpt
+    kinds: Mapping[int, str]
+    copies: Mapping[str, Copies]
+
+    @classmethod
+    def of(cls, assembly: Assembly, excerpt: Excerpt, kinds: Mapping[int, str]) -> Composer:
+        """Composer of an assembly."""
+        return cls(assembly, excerpt, kinds, {side: _copies(assembly, excerpt, side) for side in SIDES})
+
+    def ledger(self) -> Ledger:
+        """Ledger of the rank that needs most memory, with the work of all positions. It has no regions."""
+        assembly = self.assembly
+        count = assembly.micro_batches
+        in_flight = in_flight_of(assembly, count)
+        alike: dict[object, list[int]] = {}
+        for at, stages in enumerate(assembly.stages):
+            kinds = tuple(sorted(self.kinds[number] for stage in stages for number in stage.layers))
+            ends = tuple((stage.is_first, stage.is_last) for stage in stages)
+            alike.setdefault((kinds, ends), []).append(at)
+        found = []
+        for positions in alike.values():
+            worst = max(positions, key=lambda at: self._saved(assembly.stages[at], in_flight[at]))
+            found.append(self._of_position(worst, positions, in_flight[worst], count))
+        composed = tuple(position for position, _ in found)
+        _, worst_ledger = max(found, key=lambda each: each[1].peak_bytes or 0)
+        return evolve(worst_ledger, positions=composed)
+
+    def _of_position(
+        self, at: int, alike: Sequence[int], in_flight: Mapping[int, int], count: int
+    ) -> tuple[Position, Ledger]:
+        assembly = self.assembly
+        stages = assembly.stages[at]
+        train = assembly.spec.train
+        end = self._end(stages)
+        layers = self._layers(stages)
+        shares = [*self._outside(stages), *((number, self.excerpt.layers[kind]) for kind, number in layers.items())]
+        parameters = self._sum(shares, "parameters")
+        gradients = self._sum(shares, "gradients")
+        held_there = sum(self.copies[side].held * nbytes for side, nbytes in end.held.items())
+        growth = parameters / max(1.0, held_there)
+        held = Held(
+            parameters=round(parameters),
+            gradients=round(gradients),
+            optimizer=round(end.states * parameters / max(1, sum(end.held.values()))),
+            host=round(end.host * parameters / max(1, sum(end.held.values()))),
+            buffers=end.buffers,
+            batch=end.batch * count,
+            step_passing=end.passing + max(0, round(parameters - gradients)),
+        )
+        operands = sum(times * share.operands for times, share in shares)
+        work = tuple(self._work(stages, layers, growth))
+        peak = Peak(
+            place=PLACE,
+            operands=operands,
+            saved=self._saved(stages, in_flight),
+            gathered=0,
+            passing=end.passes,
+        )
+        if peak.total < held.step_passing:
+            peak = Peak(place="optimizer", operands=0, saved=0, gathered=0, passing=held.step_passing)
+        ledger = Ledger(
+            world=assembly.layout.world,
+            micro_batches=count,
+            tokens=train.micro_batch * train.seq_len,
+            held=held,
+            stages=len(assembly.stages),
+            position=at,
+            in_flight=max(in_flight.values()),
+            pools=end.pools * sum(layers.values()) // max(1, end.layers),
+            peak=peak,
+        )
+        return Position(at=tuple(alike), peak_bytes=ledger.peak_bytes, work=work), ledger
+
+    def _end(self, stages: Sequence[Stage]) -> End:
+        """End of the excerpt that a position is most like."""
+        return self.excerpt.ends[-1 if any(stage.is_last for stage in stages) else 0]
+
+    def _layers(self, stages: Sequence[Stage]) -> dict[str, int]:
+        """Number of layers of each kind."""
+        found: dict[str, int] = {}
+        for stage in stages:
+            for number in stage.layers:
+                found[self.kinds[number]] = found.get(self.kinds[number], 0) + 1
+        return found
+
+    def _outside(self, stages: Sequence[Stage]) -> Iterator[tuple[int, Share]]:
+        """Yield what a position has outside of layers, once each."""
+        ends = self.excerpt.ends
+        if any(stage.is_first for stage in stages):
+            yield 1, ends[0].outside
+        if any(stage.is_last for stage in stages):
+            yield 1, ends[-1].outside
+
+    def _sum(self, shares: Sequence[tuple[int, Share]], what: str) -> float:
+        """Bytes of parameters or gradients of shares, each so many times, on a rank of the candidate."""
+        total = 0.0
+        for times, share in shares:
+            held: Sides = getattr(share, what)
+            total += sum(times * nbytes * self.copies[side].held for side, nbytes in held.items())
+        return total
+
+    def _saved(self, stages: Sequence[Stage], in_flight: Mapping[int, int]) -> int:
+        """Bytes that micro-batches in flight have saved. ``in_flight``: of each stage."""
+        total = 0
+        for stage in stages:
+            saved = sum(self.excerpt.layers[self.kinds[number]].saved for number in stage.layers)
+            saved += sum(share.saved for _, share in self._outside([stage]))
+            total += in_flight[stage.index] * saved
+        return total
+
+    def _work(self, stages: Sequence[Stage], layers: Mapping[str, int], growth: float) -> Iterator[Work]:
+        """Yield the work of a position."""
+        for kind, number in layers.items():
+            for work in self.excerpt.layers[kind].work:
+                yield evolve(work, layers=number, transfers=self._retargeted(work.transfers))
+        for _, share in self._outside(stages):
+            for work in share.work:
+                kept = tuple(transfer for transfer in work.transfers if transfer.kind != SEND)
+                yield evolve(work, transfers=self._retargeted(kept))
+        yield from self._sends(stages)
+        for work in self._end(stages).ends:
+            transfers = tuple(_larger(transfer, growth) for transfer in self._retargeted(work.transfers))
+            held = sum(self._end(stages).held.values()) or 1
+            now = growth * sum(self.copies[side].held * nbytes for side, nbytes in self._end(stages).held.items())
+            products = tuple(_more(product, now / held) for product in work.products)
+            yield evolve(work, nbytes=round(work.nbytes * now / held), transfers=transfers, products=products)
+
+    def _sends(self, stages: Sequence[Stage]) -> Iterator[Work]:
+        """Yield what stages send to those before and behind them, where these are at other positions."""
+        own = {stage.index for stage in stages}
+        ahead = sum(not stage.is_last and stage.index + 1 not in own for stage in stages)
+        back = sum(not stage.is_first and stage.index - 1 not in own for stage in stages)
+        for end, times in ((self.excerpt.ends[0], ahead), (self.excerpt.ends[-1], back)):
+            for work in end.outside.work:
+                sends = tuple(transfer for transfer in work.transfers if transfer.kind == SEND)
+                if sends and times:
+                    yield evolve(work, layers=times, products=(), transfers=sends, operators=0, nbytes=0)
+
+    def _retargeted(self, transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
+        """Transfers with those over copies of parameters as they are in the candidate's groups."""
+        return tuple(self._retarget(transfer) for transfer in transfers)
+
+    def _retarget(self, transfer: Transfer) -> Transfer:
+        side = _side(transfer)
+        copies = None if side is None else self.copies[side]
+        if copies is None or transfer.ranks != copies.measured or copies.measured <= 1:
+            return transfer
+        to_each = (transfer.node + transfer.network) / (copies.measured - 1)
+        if transfer.kind != "all-reduce":
+            to_each *= copies.measured / copies.number
+        in_node = round(to_each * copies.in_node)
+        network = round(to_each * (copies.number - 1 - copies.in_node))
+        return evolve(transfer, ranks=copies.number, node=in_node, network=network)
+
+
+def _copies(assembly: Assembly, excerpt: Excerpt, side: str) -> Copies:
+    layout: Any = assembly.layout
+    ranks = layout.group(0, COPIES[side])  # type: ignore[index]
+    per_node = assembly.site.ranks_per_node or layout.world
+    return Copies(
+        measured=excerpt.copies[side],
+        number=len(ranks),
+        in_node=sum(rank // per_node == 0 for rank in ranks) - 1,
+        shards=len(layout.copies(0, side)[0]),
+    )
+
+
+def _side(transfer: Transfer) -> str | None:
+    """Mesh over whose copies of parameters a collective runs; None: it is another one."""
+    if transfer.kind not in OF_PARAMETERS:
+        return None
+    names = transfer.group.split(" or ")
+    return next((side for side, axes in COPIES.items() if {" x ".join(axes), axes[0]} & {*names}), None)
+
+
+def _larger(transfer: Transfer, times: float) -> Transfer:
+    return evolve(transfer, node=round(times * transfer.node), network=round(times * transfer.network))
+
+
+def _more(product: Any, times: float) -> Any:
+    return evolve(product, times=max(1, round(times * product.times)))
+
+
+def in_flight_of(assembly: Assembly, count: int) -> Sequence[Mapping[int, int]]:
+    """Micro-batches of each stage that are in flight where a position has most of them in flight, by position."""
+    if len(assembly.stages) == 1:
+        return [{0: 1}]
+    return _in_flight(assembly.parts.pipeline, len(assembly.stages), count)
+
+
+@cache
+def _in_flight(pipeline: Any, ranks: int, count: int) -> Sequence[Mapping[int, int]]:
+    """The same for a schedule. A long step is as full as a short one, unless the short one is as full as it can be."""
+    short = 3 * ranks
+    if count > short and count % ranks == 0:
+        found = [_most(entries) for entries in pipeline.order(ranks, short)]
+        longer = [_most(entries) for entries in pipeline.order(ranks, short + ranks)]
+        if found == longer:
+            return found
+    order: Order = pipeline.order(ranks, count)
+    return [_most(entries) for entries in order]
+
+
+def _most(entries: Sequence[Any]) -> Mapping[int, int]:
+    """Micro-batches in flight of each stage when most are."""
+    now: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for entry in entries:
+        for action in entry.passes:
+            now[action.stage] = now.get(action.stage, 0) + CHANGE_IN_FLIGHT[action.kind]
+            if sum(now.values()) > sum(most.values()):
+                most = dict(now)
+    return {stage: most.get(stage, 0) for stage in now}

@@ -1,0 +1,226 @@
+"""Measures an excerpt of a model: a rank's micro-batch through a layer of each kind, recorded like that of a plan."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final
+
+from attrs import evolve, fields, frozen
+from torch import nn
+
+from moefw.compose.assembly import Assembly
+from moefw.core.errors import MoefwError
+from moefw.planner.measure import recorded, stand_ins, with_held
+from moefw.planner.micro_batch import FP32, POOL, MicroBatch
+from moefw.planner.report import Ledger, Peak, Transfer, Work
+from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, End, Excerpt, Share, Sides
+from moefw.planner.usage import Usage
+from moefw.recording.recorder import OPERANDS
+from moefw.runtime.parallel.holders import holdings
+from moefw.runtime.pipeline.placement import Stages
+
+ENDS: Final = ("gradients", "optimizer")
+"""Phases of the work that ends a step."""
+ByLayer = Mapping[tuple[int | None, str], int]
+"""Bytes by layer and mesh."""
+
+
+@frozen(kw_only=True)
+class ExcerptAssembly(Assembly):
+    """Assembly of which only a few layers are built. ``chosen``: the stages of each position, with those alone."""
+
+    chosen: Stages
+
+    @property
+    def stages(self) -> Stages:
+        """The stages."""
+        return self.chosen
+
+
+def measure(assembly: Assembly, stages: Stages, kinds: Mapping[int, str]) -> Excerpt:
+    """Excerpt of an assembly. ``kinds``: the kind of each layer of ``stages``.
+
+    Where a part cannot run on this machine, what it is planned as runs in its place.
+    """
+    values = {field.name: getattr(assembly, field.name) for field in fields(Assembly)}
+    excerpt = ExcerptAssembly(**values, chosen=stages)
+    try:
+        return _measured(excerpt, kinds)
+    except (MoefwError, RuntimeError) as error:
+        in_place: Any = stand_ins(assembly)
+        if not in_place:
+            return Excerpt(unknown=str(error))
+    try:
+        return _measured(evolve(excerpt, parts=evolve(assembly.parts, **in_place)), kinds)
+    except (MoefwError, RuntimeError) as error:
+        return Excerpt(unknown=str(error))
+
+
+def _measured(assembly: ExcerptAssembly, kinds: Mapping[int, str]) -> Excerpt:
+    positions = [_Position.of(assembly, position, kinds) for position in range(len(assembly.stages))]
+    shares: dict[str, Share] = {}
+    for position in positions:
+        shares |= {kind: share for kind, share in position.shares().items() if kind not in shares}
+    copies = {"dense": _size(assembly, "dp") * _size(assembly, "cp"), "experts": _size(assembly, "edp")}
+    return Excerpt(layers=shares, ends=tuple(position.end(shares) for position in positions), copies=copies)
+
+
+@frozen(kw_only=True)
+class _Position:
+    """A recorded position: its ledger without regions, its work, and bytes by layer; None: outside of layers."""
+
+    ledger: Ledger
+    work: Sequence[Work]
+    kinds: Sequence[str]
+    numbers: Sequence[int]
+    saved: Mapping[int | None, int]
+    operands: Mapping[int | None, int]
+    parameters: ByLayer
+    gradients: ByLayer
+    pools: int
+    peak: Peak
+
+    @classmethod
+    def of(cls, assembly: ExcerptAssembly, position: int, kinds: Mapping[int, str]) -> _Position:
+        """Record a position."""
+        with recorded(assembly, MICRO_BATCHES, position, gradients=True) as (batch, layout, shared):
+            batch.forward()
+            batch.backward()
+            usage = Usage(batch, gradients=True)
+            saved = _saved(batch)
+            operands = _operands(batch)
+            pools = sum(life.nbytes for life in batch.recorder.alive(batch.recorder.now) if life.kind == POOL)
+            ledger = with_held(batch, layout, shared, MICRO_BATCHES)
+            parameters, gradients = _held(batch)
+            numbers = [number for stage in assembly.stages[position] for number in stage.layers]
+            return cls(
+                ledger=ledger,
+                work=[*batch.work()],
+                kinds=[kinds[number] for number in numbers],
+                numbers=numbers,
+                saved=saved,
+                operands=operands,
+                parameters=parameters,
+                gradients=gradients,
+                pools=pools,
+                peak=usage.peak(ledger.held.gradients),
+            )
+
+    def shares(self) -> dict[str, Share]:
+        """Share of each kind: of the layer in the middle of those of the kind, whose neighbours are like it if any are.
+
+        So what is gathered ahead for the next layer is as much as this layer's own.
+        """
+        middle = {}
+        for kind in self.kinds:
+            alike = [number for number, own in zip(self.numbers, self.kinds, strict=True) if own == kind]
+            middle[kind] = alike[len(alike) // 2]
+        return {kind: self._share(number) for kind, number in middle.items()}
+
+    def _share(self, layer: int | None) -> Share:
+        return Share(
+            work=tuple(evolve(each, layers=1) for each in self.work if each.layer == layer and each.phase not in ENDS),
+            parameters=_by_side(self.parameters, layer),
+            gradients=_by_side(self.gradients, layer),
+            saved=self.saved.get(layer, 0),
+            operands=self.operands.get(layer, 0),
+        )
+
+    def end(self, shares: Mapping[str, Share]) -> End:
+        """What the position is beside the layers: of all that it did and holds, the rest."""
+        held = self.ledger.held
+        everything = Counter[str]()
+        for (_, side), nbytes in self.parameters.items():
+            everything[side] += nbytes
+        outside = self._share(None)
+        in_layers = [each for kind in self.kinds for each in shares[kind].work]
+        border = [each for each in self.work if each.layer is not None and each.phase not in ENDS]
+        saved = self.ledger.in_flight * sum(self.saved.values())
+        return End(
+            outside=evolve(outside, work=tuple(_rest(outside.work, border, in_layers))),
+            ends=tuple(each for each in self.work if each.phase in ENDS),
+            held={side: everything[side] for side in SIDES},
+            states=held.optimizer,
+            host=held.host,
+            buffers=held.buffers,
+            batch=held.batch // MICRO_BATCHES,
+            passing=held.step_passing - (sum(everything.values()) - held.gradients),
+            pools=self.pools,
+            layers=len(self.numbers),
+            passes=self.peak.total - self.peak.operands - saved,
+        )
+
+
+def _rest(outside: Sequence[Work], layers: Sequence[Work], shares: Sequence[Work]) -> Iterator[Work]:
+    """Yield work outside of layers with what recorded layers did beyond their kinds' shares: less if it is negative."""
+    for own in outside:
+        more = [each for each in layers if each.phase == own.phase]
+        less = [each for each in shares if each.phase == own.phase]
+        transfers = Counter[Transfer]()
+        for works, sign in (((own, *more), 1), (less, -1)):
+            for work in works:
+                for transfer in work.transfers:
+                    transfers[evolve(transfer, times=1)] += sign * work.layers * transfer.times
+        yield evolve(
+            own,
+            transfers=tuple(evolve(transfer, times=times) for transfer, times in transfers.items() if times),
+            operators=own.operators + _sum(more, "operators") - _sum(less, "operators"),
+            nbytes=own.nbytes + _sum(more, "nbytes") - _sum(less, "nbytes"),
+        )
+
+
+def _sum(work: Sequence[Work], what: str) -> int:
+    return sum(each.layers * int(getattr(each, what)) for each in work)
+
+
+def _size(assembly: Assembly, axis: str) -> int:
+    return assembly.layout.sizes.get(axis, 1)
+
+
+def _saved(batch: MicroBatch) -> Counter[int | None]:
+    """Bytes that forward leaves for backward, by layer, without gathered weights."""
+    found: Counter[int | None] = Counter()
+    for life in batch.saved():
+        if life.kind is None:
+            found[(life.saved_in or life.given_to or life.made_in).layer] += life.nbytes
+    return found
+
+
+def _operands(batch: MicroBatch) -> Counter[int | None]:
+    """Bytes of the operands of weights that micro-batches share, by layer."""
+    found: Counter[int | None] = Counter()
+    for life in batch.recorder.alive(batch.recorder.now):
+        if life.kind == OPERANDS:
+            found[life.made_in.layer] += life.nbytes
+    return found
+
+
+def _held(batch: MicroBatch) -> tuple[ByLayer, ByLayer]:
+    """Bytes of parameters and of gradients, by layer and mesh. Frozen parameters have no gradients."""
+    layer_of: dict[nn.Parameter, int] = {
+        parameter: number for number, layer in enumerate(batch.model.layers) for parameter in layer.parameters()
+    }
+    parameters: Counter[tuple[int | None, str]] = Counter()
+    gradients: Counter[tuple[int | None, str]] = Counter()
+    whole = batch.sharding.added_up_whole if batch.sharding is not None else ()
+    for holding in holdings(batch.model):
+        parameter = holding.parameter
+        key = layer_of.get(parameter), holding.side
+        stored = prod(batch.stored(parameter))
+        if not parameter.requires_grad:
+            parameters[key] += parameter.itemsize * stored
+            continue
+        parameters[key] += FP32 * stored
+        elements = parameter.numel() if parameter in whole else stored
+        gradients[key] += elements * batch.summed_in(parameter).itemsize
+    return parameters, gradients
+
+
+def _by_side(held: ByLayer, layer: int | None) -> Sides:
+    found: dict[str, int] = defaultdict(int)
+    for (number, side), nbytes in held.items():
+        if number == layer:
+            found[side] += nbytes
+    return {side: found[side] for side in SIDES}

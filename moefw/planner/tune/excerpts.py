@@ -1,0 +1,167 @@
+"""The excerpts of candidates: from memory, from the cache, or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import lcm
+from pathlib import Path
+from typing import Any, Final
+
+from attrs import define, field, frozen
+
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.core.errors import MoefwError
+from moefw.core.records import Stage
+from moefw.planner import cache as cache_files
+from moefw.planner.layers import facts_of
+from moefw.planner.plans import without_garbage_collection
+from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, Excerpt
+from moefw.planner.tune.settings import Settings, pipeline_of
+from moefw.runtime.parallel.meshes import COPIES
+from moefw.runtime.pipeline.placement import Stages
+
+ROW: Final = 3
+"""Equal blocks of layers in a row: the one in the middle has neighbours like itself."""
+LONGEST: Final = 4
+"""Layers of a block at most."""
+POSITIONS: Final = 2
+"""Positions on pp of an excerpt: without pp, what both have is in one."""
+INSIDE: Final = ("cp", "tp", "ep", "etp")
+"""Axes whose groups are the same in an excerpt."""
+Resolve = Callable[[Settings, int], Assembly]
+"""Assembly of a spec with settings for so many ranks. Raises MoefwError with what ``check`` finds."""
+
+
+@frozen
+class Measured:
+    """What a candidate's ledger is composed of: the excerpt, and the kind of each layer."""
+
+    excerpt: Excerpt
+    kinds: Mapping[int, str]
+
+
+@define
+class Excerpts:
+    """Excerpts that are measured once each. ``cache``: a folder; None: none is kept.
+
+    ``measured`` and ``from_cache``: how many were needed until now.
+    """
+
+    resolve: Resolve
+    cache: Path | None
+    measured: int = 0
+    from_cache: int = 0
+    _known: dict[object, Measured] = field(factory=dict)
+    _code: dict[frozenset[str], Any] = field(factory=dict)
+
+    def of(self, settings: Settings, assembly: Assembly) -> Measured:
+        """Excerpt of the layers of an assembly with such settings, and their kinds."""
+        key = self._key(settings, assembly)
+        if key not in self._known:
+            self._known[key] = self._find(settings, assembly)
+        return self._known[key]
+
+    def _key(self, settings: Settings, assembly: Assembly) -> object:
+        """What an excerpt depends on: neither pp, nor the schedule, nor the number of copies if it is more than one."""
+        own = [(path, repr(value)) for path, value in settings.items() if path not in pipeline_of(assembly)]
+        return tuple(own), _ranks_of_stage(assembly)
+
+    def _find(self, settings: Settings, assembly: Assembly) -> Measured:
+        numbers = sorted(number for stages in assembly.stages for stage in stages for number in stage.layers)
+        kinds = {number: repr(facts_of(assembly, number)) for number in numbers}
+        small = self._small(settings, assembly)
+        stages = _stages([*kinds.values()])
+        path = None
+        if self.cache is not None:
+            chosen = [[[stage.index, *stage.layers] for stage in at] for at in stages]
+            identity = [cache_files.identity(small), chosen, self._sources(small)]
+            path = self.cache / f"{cache_files.digest(identity)}.json"
+            data = cache_files.stored(path)
+            if data is not None:
+                self.from_cache += 1
+                return Measured(Excerpt.of_data(data), kinds)
+        with without_garbage_collection():
+            from moefw.planner.tune.excerpt import measure
+
+            excerpt = measure(small, stages, kinds)
+        self.measured += 1
+        if path is not None and not excerpt.unknown:  # what is missing may be installed later
+            cache_files.store(path, excerpt.to_data())
+        return Measured(excerpt, kinds)
+
+    def _small(self, settings: Settings, assembly: Assembly) -> Assembly:
+        """Assembly of the same layers with two positions on pp, and as few ranks as are like the candidate's."""
+        train = assembly.spec.train
+        few = _ranks_of_stage(assembly)
+        for ranks in dict.fromkeys((few, assembly.layout.world // len(assembly.stages))):
+            dp = ranks * assembly.layout.sizes.get("dp", 1) * len(assembly.stages) // assembly.layout.world
+            tokens = MICRO_BATCHES * dp * train.micro_batch * train.seq_len
+            paths = pipeline_of(assembly)
+            values = dict(zip(paths, (POSITIONS, defaults()["pipeline"]), strict=True))
+            others = {path: value for path, value in settings.items() if path not in paths}
+            try:
+                return self.resolve({**others, **values, ("train", "tokens_per_step"): tokens}, POSITIONS * ranks)
+            except MoefwError:
+                if ranks != few:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _sources(self, assembly: Assembly) -> Any:
+        names = cache_files.packages(assembly)
+        if names not in self._code:
+            self._code[names] = [*cache_files.sources(names)]
+        return self._code[names]
+
+
+def _ranks_of_stage(assembly: Assembly) -> int:
+    """Fewest ranks of a stage with the same groups of tp, cp, ep and etp in nodes, and as much as two copies of
+    parameters where there are several; all of the stage's where copies are sharded over some of them.
+    """
+    layout: Any = assembly.layout
+    sizes = layout.sizes
+    whole: int = layout.world // sizes["pp"]
+    per_node = assembly.site.ranks_per_node or layout.world
+    for side in SIDES:
+        if 1 < len(layout.copies(0, side)[0]) < len(layout.group(0, COPIES[side])):  # type: ignore[index]
+            return whole
+    ranks = lcm(sizes["tp"] * sizes["cp"], sizes["ep"] * sizes["etp"])
+    needed = [axes for axes in (("dp", "cp"), ("edp",)) if any(sizes[axis] > 1 for axis in axes)]
+    while ranks < whole:
+        copies = {("dp", "cp"): ranks // sizes["tp"], ("edp",): ranks // (sizes["ep"] * sizes["etp"])}
+        has_dp = sizes["dp"] == 1 or ranks > sizes["tp"] * sizes["cp"]
+        if has_dp and all(copies[axes] > 1 for axes in needed):
+            break
+        ranks *= 2
+    if whole % ranks:
+        return whole
+    groups = [layout.group(0, (axis,)) for axis in INSIDE]
+    strides = [group[1] - group[0] for group in groups if len(group) > 1]
+    is_inside = all(max(group) < ranks for group in groups)
+    return ranks if is_inside and (not strides or max(strides) < per_node or ranks == whole) else whole
+
+
+def _stages(kinds: Sequence[str]) -> Stages:
+    """Stages of an excerpt: a row of equal blocks and a layer of each other kind, and the last layer."""
+    count = len(kinds)
+    last = range(count - 1, count)
+    return ((Stage(0, 2, _layers(kinds[:-1], known=kinds[-1:])),), (Stage(1, 2, last),))
+
+
+def _layers(kinds: Sequence[str], known: Sequence[str] = ()) -> range:
+    """Layers that have each kind but ``known`` ones, and a row of equal blocks if there is one."""
+    count = len(kinds)
+    rows = (
+        range(first, first + ROW * length)
+        for length in range(1, LONGEST + 1)
+        for first in range(count - ROW * length + 1)
+        if kinds[first : first + (ROW - 1) * length] == kinds[first + length : first + ROW * length]
+    )
+    row = next(rows, range(min(count, 1)))
+    begin, end = row.start, row.stop
+    for kind in dict.fromkeys(kinds):
+        if kind in kinds[begin:end] or kind in known:
+            continue
+        nearest = min((at for at, own in enumerate(kinds) if own == kind), key=lambda at: abs(at - begin))
+        begin, end = min(begin, nearest), max(end, nearest + 1)
+    return range(begin, end)

@@ -1,0 +1,89 @@
+"""What an excerpt of a model measures: its layers by kind, and what lies outside of layers. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import asdict, field, frozen
+
+from moefw.planner.report import Work, work_of
+
+SIDES = ("dense", "experts")
+"""The meshes of parameters."""
+MICRO_BATCHES = 4
+"""Micro-batches of an excerpt's step: so many that a schedule of two positions comes to its steady part."""
+Sides = Mapping[str, int]
+"""Bytes by mesh."""
+
+
+@frozen(kw_only=True)
+class Share:
+    """What a layer, or what lies outside of layers, has on a rank: work of a micro-batch, and bytes.
+
+    ``parameters`` and ``gradients``: held all the time. ``saved``: between forward and backward of a micro-batch.
+    ``operands``: of weights, which micro-batches share.
+    """
+
+    work: tuple[Work, ...]
+    parameters: Sides
+    gradients: Sides
+    saved: int
+    operands: int
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> Share:
+        """Share of plain data."""
+        return cls(**{**data, "work": tuple(map(work_of, data["work"]))})
+
+
+@frozen(kw_only=True)
+class End:
+    """A position of an excerpt: the first or the last of two on pp, or the only one.
+
+    ``outside``: outside of layers. ``ends``: the work that ends a step, of parameters of ``held`` bytes. ``states``
+    and ``host``: bytes of the optimizer's states, on the device and in host memory. ``buffers``, ``batch`` (of a
+    micro-batch), ``passing`` of an update, and ``pools``, of ``layers`` layers: bytes. ``passes``: bytes at the peak of
+    a micro-batch beyond all that is saved then.
+    """
+
+    outside: Share
+    ends: tuple[Work, ...]
+    held: Sides
+    states: int
+    host: int
+    buffers: int
+    batch: int
+    passing: int
+    pools: int
+    layers: int
+    passes: int
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> End:
+        """End of plain data."""
+        outside = Share.of_data(data["outside"])
+        return cls(**{**data, "outside": outside, "ends": tuple(map(work_of, data["ends"]))})
+
+
+@frozen(kw_only=True)
+class Excerpt:
+    """A measured excerpt. ``layers``: a share for each kind. ``ends``: its positions. ``unknown``: why there are none.
+
+    ``copies``: the ranks that hold copies of a parameter of each mesh, or shard it, of the excerpt.
+    """
+
+    layers: Mapping[str, Share] = field(factory=dict)
+    ends: tuple[End, ...] = ()
+    copies: Sides = field(factory=dict)
+    unknown: str = ""
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> Excerpt:
+        """Excerpt of :meth:`to_data`."""
+        layers = {kind: Share.of_data(share) for kind, share in data["layers"].items()}
+        return cls(**{**data, "layers": layers, "ends": tuple(map(End.of_data, data["ends"]))})

@@ -1,0 +1,201 @@
+"""The search: from the best candidate known, a step on every axis, until enough are known.
+
+Candidates are weighed by the time of a step; one that does not fit counts as slower, the more is missing, so that it is
+still a way to those that fit. The same seed gives the same candidates in the same order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Final
+
+from attrs import define, field, frozen
+
+from moefw.compose.assembly import Assembly
+from moefw.core.errors import MoefwError
+from moefw.planner.cluster import Cluster
+from moefw.planner.report import Ledger
+from moefw.planner.time.forecast import Forecast, forecast
+from moefw.planner.time.software import Software
+from moefw.planner.tune.candidates import Candidate
+from moefw.planner.tune.compose import Composer
+from moefw.planner.tune.excerpts import Excerpts, Resolve
+from moefw.planner.tune.settings import MEMORY, Settings
+from moefw.planner.tune.space import AnyAxis, Space
+
+WEIGHT_OF_MISSING: Final = 3.0
+"""How many times slower a candidate counts whose peak is twice a GPU's memory."""
+LATER: Final = 1.05
+"""How many times slower a candidate counts whose next steps need excerpts of their own, which take seconds each."""
+BESIDE_WORLD: Final = (("pp", "tp", "cp"), ("pp", "ep", "etp"))
+"""Axes whose product divides the ranks."""
+
+
+@frozen(kw_only=True)
+class Where:
+    """Where candidates run: ranks of a cluster, with software. ``skew``: rows of the rank with most beside the mean."""
+
+    world: int
+    cluster: Cluster
+    name: str
+    runs: Software
+    skew: float = 1.0
+
+
+@define
+class Search:
+    """A search through a space. ``said``: called with each candidate that was looked at."""
+
+    space: Space
+    where: Where
+    resolve: Resolve
+    excerpts: Excerpts
+    said: Callable[[Candidate], None] = lambda _: None
+    known: dict[str, Candidate] = field(factory=dict)
+
+    def run(self, count: int, seed: int) -> None:
+        """Look at candidates until ``count`` are known, or no step leads to another."""
+        random = Random(seed)
+        own, *others = self.space.starts()
+        random.shuffle(others)
+        heap: list[tuple[float, int, str, bool]] = []
+
+        def look(settings: Settings) -> None:
+            key = key_of(settings)
+            if key not in self.known and len(self.known) < count and self._divides(settings):
+                candidate = self.look(settings)
+                if candidate.told is not None:
+                    heapq.heappush(heap, (self._weight(candidate), len(self.known), key, True))
+
+        for settings in (own, *others[: count // 3]):
+            look(settings)
+        while heap and len(self.known) < count:
+            weight, number, key, is_first = heapq.heappop(heap)
+            steps = [settings for axis, settings in self._steps(self.known[key]) if _needs_no_excerpt(axis) is is_first]
+            random.shuffle(steps)
+            for settings in steps:
+                look(settings)
+            if is_first:
+                heapq.heappush(heap, (weight * LATER, number, key, False))
+
+    def _steps(self, candidate: Candidate) -> Iterator[tuple[AnyAxis, Settings]]:
+        """Yield steps that may be faster: policies only make what does not fit, and leaving them out what does."""
+        for axis, settings in self.space.steps_from(candidate.settings):
+            adds = len(str(settings.get(MEMORY))) > len(str(candidate.settings.get(MEMORY)))
+            if axis.kind != "memory" or adds is not candidate.fits:
+                yield axis, settings
+
+    def look(self, settings: Settings) -> Candidate:
+        """Candidate of settings, with its time and peak, or why it is none."""
+        key = key_of(settings)
+        if key not in self.known:
+            self.known[key] = self._look(settings)
+            self.said(self.known[key])
+        return self.known[key]
+
+    def known_at(self, settings: Settings) -> Candidate | None:
+        """Candidate of settings, if it was looked at."""
+        return self.known.get(key_of(settings))
+
+    def exact(self, candidate: Candidate, ledger_of: Callable[[Assembly], Ledger]) -> tuple[Candidate, Forecast | None]:
+        """Candidate with the time and peak of a whole plan, and its forecast; None: a part cannot be planned."""
+        assembly = self.resolve(candidate.settings, self.where.world)
+        ledger = ledger_of(assembly)
+        if ledger.unknown:
+            unknown = Candidate(settings=candidate.settings, label=candidate.label, problems=(ledger.unknown,))
+            self.known[key_of(candidate.settings)] = unknown
+            return unknown, None
+        told = self._forecast(assembly, ledger)
+        found = self._candidate(candidate.settings, assembly, ledger, told)
+        self.known[key_of(candidate.settings)] = found
+        return found, told
+
+    @property
+    def own(self) -> Candidate:
+        """The spec as it is. It is always looked at first."""
+        return self.known[key_of(self.space.own)]
+
+    @property
+    def candidates(self) -> Sequence[Candidate]:
+        """Candidates with a time, in the order in which they were looked at."""
+        return [candidate for candidate in self.known.values() if candidate.told is not None]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many candidates there were, and of what."""
+        kinds = Counter(
+            "refused by check"
+            if candidate.is_refused
+            else "not measurable here"
+            if candidate.problems
+            else "fit"
+            if candidate.fits
+            else "do not fit"
+            for candidate in self.known.values()
+        )
+        return {
+            "candidates": len(self.known),
+            **{name: kinds[name] for name in ("fit", "do not fit", "refused by check", "not measurable here")},
+            "layer settings measured": self.excerpts.measured,
+            "layer settings from the cache": self.excerpts.from_cache,
+        }
+
+    def _look(self, settings: Settings) -> Candidate:
+        label = self.space.label(settings)
+        try:
+            assembly = self.resolve(settings, self.where.world)
+            measured = self.excerpts.of(settings, assembly)
+        except MoefwError as error:
+            problems = tuple(" ".join(problem.what.split()) for problem in error.problems)
+            return Candidate(settings=settings, label=label, problems=problems, is_refused=True)
+        if measured.excerpt.unknown:
+            return Candidate(settings=settings, label=label, problems=(measured.excerpt.unknown,))
+        ledger = Composer.of(assembly, measured.excerpt, measured.kinds).ledger()
+        return self._candidate(settings, assembly, ledger, self._forecast(assembly, ledger))
+
+    def _forecast(self, assembly: Assembly, ledger: Ledger) -> Forecast:
+        where = self.where
+        return forecast(assembly, ledger, where.cluster, where.name, where.runs, skew=where.skew)
+
+    def _candidate(self, settings: Settings, assembly: Assembly, ledger: Ledger, told: Forecast) -> Candidate:
+        peak = ledger.peak_bytes
+        sizes = assembly.layout.sizes
+        dimensions = sum(sizes.get(axis, 1) > 1 for axis in ("pp", "tp", "cp", "ep", "etp"))
+        return Candidate(
+            settings=settings,
+            label=self.space.label(settings),
+            told=told.told,
+            peak_bytes=peak,
+            left_bytes=None if peak is None else self.where.cluster.memory_bytes - peak,
+            position=ledger.position,
+            complexity=dimensions + len(assembly.parts.memory) + assembly.parts.pipeline.chunks,
+            sizes=dict(sizes),
+            tokens_per_s_per_gpu=told.tokens_per_s_per_gpu,
+        )
+
+    def _weight(self, candidate: Candidate) -> float:
+        return candidate.step_s * (1 + WEIGHT_OF_MISSING * candidate.missing_bytes / self.where.cluster.memory_bytes)
+
+    def _divides(self, settings: Settings) -> bool:
+        """Whether the sizes of a layout divide the ranks."""
+        own = {path[-1]: value for path, value in settings.items() if isinstance(value, int)}
+        for axes in BESIDE_WORLD:
+            product = 1
+            for axis in axes:
+                product *= own.get(axis, 1)
+            if self.where.world % product:
+                return False
+        return True
+
+
+def _needs_no_excerpt(axis: AnyAxis) -> bool:
+    return axis.kind == "schedule" or axis.name == "pp"
+
+
+def key_of(settings: Settings) -> str:
+    """Text that is equal for equal settings."""
+    return json.dumps([[list(path), value] for path, value in sorted(settings.items())], sort_keys=True)

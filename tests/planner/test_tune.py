@@ -1,0 +1,153 @@
+"""The search: composed ledgers against whole ones, its space, its order, and what it says where nothing fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from attrs import evolve, frozen
+from click.testing import CliRunner
+
+from moefw import hookimpl
+from moefw.commands.check import check
+from moefw.commands.tune import tune
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.registry import Registry
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.errors import PlanError
+from moefw.planner import cluster as clusters
+from moefw.planner import ledger
+from moefw.planner.data_files import Figure
+from moefw.planner.time.software import Software
+from moefw.planner.tune.candidates import Candidate
+from moefw.planner.tune.excerpts import Excerpts
+from moefw.planner.tune.ranking import error_of_ratio, tied
+from moefw.planner.tune.reasons import impossible, reasons
+from moefw.planner.tune.search import Search, Where
+from moefw.planner.tune.settings import MICRO_BATCH, PIPELINE, Settings, with_settings
+from moefw.planner.tune.space import BY_DEFAULT, space_of
+from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
+
+TREE: Mapping[str, Any] = {
+    "model": {"preset": "qwen3-moe-tiny", "num_layers": 4},
+    "precision": {"use": "bf16"},
+    "train": {"tokens_per_step": 65536, "micro_batch": 2},
+    "parallel": {"pp": 2, "experts": {"ep": 4}, "ranks_per_node": 8},
+}
+WORLD = 16
+PP, EP = ("parallel", "pp"), ("parallel", "experts", "ep")
+SHARDED: Settings = {("parallel", "dense", "shard"): "all", ("parallel", "experts", "shard"): "all"}
+
+
+@frozen
+class OfAnother(OneForwardOneBackward):
+    """A schedule of a third party."""
+
+    name: ClassVar[str] = "of-another"
+
+
+def search_of(kinds: tuple[str, ...] = BY_DEFAULT, cache: Path | None = None, gib: float | None = None) -> Search:
+    """Search around ``TREE``, with a schedule of a third party. ``gib``: memory of a GPU."""
+    registry = Registry([SimpleNamespace(moefw_pipelines=hookimpl(lambda: [OfAnother]))])
+
+    def resolve(settings: Settings, world: int) -> Assembly:
+        return assemble_tree(
+            with_settings(dict(TREE), settings), Marks("spec"), defaults=defaults(), registry=registry, world=world
+        )
+
+    own = resolve({}, WORLD)
+    registry.load_all()
+    cluster = clusters.read("h100")
+    if gib is not None:
+        cluster = evolve(cluster, gpu=evolve(cluster.gpu, memory_gib=Figure(value=gib, source="https://a.test")))
+    where = Where(world=WORLD, cluster=cluster, name="h100", runs=Software())
+    return Search(space_of(own, registry.parts(), kinds, {}), where, resolve, Excerpts(resolve, cache))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="pp 2"),
+        pytest.param(
+            {PP: 2, PIPELINE: {"use": "interleaved", "chunks": 2}, MICRO_BATCH: 1, **SHARDED}, id="interleaved"
+        ),
+        pytest.param({PP: 1, EP: 8, **SHARDED}, id="without pp"),
+    ],
+)
+def test_a_composed_candidate_is_as_fast_and_as_large_as_its_whole_plan(settings: Settings) -> None:
+    search = search_of()
+    composed = search.look({**search.space.own, **settings})
+    whole, _ = search.exact(composed, ledger)
+    assert composed.step_s == pytest.approx(whole.step_s, rel=0.05)
+    assert composed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.05)
+
+
+def test_the_same_seed_gives_the_same_and_the_cache_saves_the_measuring(tmp_path: Path) -> None:
+    first, again = (search_of(("schedule", "layout"), tmp_path) for _ in range(2))
+    first.run(12, seed=3)
+    again.run(12, seed=3)
+    assert [*first.known] == [*again.known]
+    assert first.excerpts.measured == again.excerpts.from_cache > 0
+    assert again.excerpts.measured == 0
+    assert [each.step_s for each in first.candidates] == [each.step_s for each in again.candidates]
+
+
+def test_a_part_of_a_third_party_enters_the_search() -> None:
+    search = search_of(("schedule",))
+    search.run(40, seed=0)
+    labels = {candidate.label for candidate in search.candidates}
+    assert {"of-another", "1f1b", "zbv"} <= labels
+    assert search.excerpts.measured == 1, "no schedule changes a layer"
+    assert sum(search.counts[name] for name in ("fit", "do not fit", "refused by check")) == search.counts["candidates"]
+    best = tied(search.candidates)[0]
+    assert any("interleaved" in line or "gpipe" in line for line in reasons(search, best))
+
+
+def test_ties_are_in_the_order_of_memory_left_then_simplicity() -> None:
+    def candidate(label: str, step_s: float, left: int, complexity: int) -> Candidate:
+        told: Any = SimpleNamespace(step_s=step_s)
+        left_bytes = left << 30
+        return Candidate(
+            settings={}, label=label, told=told, left_bytes=left_bytes, peak_bytes=complexity, complexity=complexity
+        )
+
+    near = 1 + error_of_ratio().share / 2
+    far = 1 + error_of_ratio().share * 1.1
+    found = [
+        candidate("fastest", 1.0, 1, 3),
+        candidate("roomy", near, 9, 4),
+        candidate("simple and roomy", near, 9, 2),
+        candidate("slow", far, 20, 1),
+        candidate("too large", 0.5, -1, 0),
+    ]
+    assert [each.label for each in tied(found)] == ["simple and roomy", "roomy", "fastest"]
+
+
+def test_where_nothing_fits_all_is_said_with_the_nearest_that_fits() -> None:
+    search = search_of(("schedule", "layout"), gib=0.02)
+    search.run(6, seed=0)
+    assert not tied(search.candidates)
+    error = impossible(search)
+    assert isinstance(error, PlanError)
+    first, *others = error.problems
+    assert "the nearest misses by" in first.what
+    assert "On " in first.fix or "Use GPUs" in first.fix
+    assert len(others) == len({problem for each in search.known.values() for problem in each.problems})
+
+
+def test_the_written_spec_is_what_check_accepts(tmp_path: Path) -> None:
+    spec, best = tmp_path / "spec.yaml", tmp_path / "best.yaml"
+    spec.write_text(json.dumps(TREE))
+    words = [str(spec), "--cluster", "h100", "--gpus", str(WORLD), "--candidates", "6", "--vary", "schedule"]
+    told = CliRunner().invoke(tune, [*words, "--json", "--output", str(best)], catch_exceptions=False)
+    found = json.loads(told.stdout)
+    assert found["best"]["fits"]
+    assert found["counts"]["candidates"] == 6
+    checked = CliRunner().invoke(check, [str(best), "--world", str(WORLD)], catch_exceptions=False)
+    assert "is sound" in checked.stdout
