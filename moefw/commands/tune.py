@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from ruamel.yaml import YAML
 
-from moefw.commands.plan import GIB, PLANS
+from moefw.commands.plan import PLANS
 from moefw.commands.tables import print_table
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
@@ -25,11 +25,13 @@ from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError, Problem, SpecError, os_reason
 from moefw.planner import cluster as clusters
 from moefw.planner import ledger
+from moefw.planner.sheets import GIB
 from moefw.planner.time import software
 from moefw.planner.time.forecast import Forecast, lacks
+from moefw.planner.time.likeness import error_of_ratio, held_out
 from moefw.planner.tune.candidates import Candidate
 from moefw.planner.tune.excerpts import Excerpts
-from moefw.planner.tune.ranking import error_of_ratio, tied
+from moefw.planner.tune.ranking import tied
 from moefw.planner.tune.reasons import impossible, reasons
 from moefw.planner.tune.search import Search, Where
 from moefw.planner.tune.settings import Settings, with_settings
@@ -173,7 +175,7 @@ def _data(
         "ok": True,
         "problems": [],
         "counts": search.counts,
-        "error_of_ratio_percent": 100 * error_of_ratio().share,
+        "error_of_ratio_percent": 100 * error_of_ratio(held_out()).share,
         "best": {**best.to_data(), "time": told.to_data()},
         "own": search.own.to_data(),
         "tied": [candidate.to_data() for candidate in group],
@@ -199,7 +201,7 @@ def _show(search: Search, best: Candidate, told: Forecast, group: Sequence[Candi
     head = ("step s", "% slower", "tokens/s a GPU", "GiB left", "settings")
     print_table(Console(markup=False, highlight=False), head, rows)
     click.echo(
-        f"\n{len(group)} candidates are within {100 * error_of_ratio().share:.0f} %, the error of a ratio: they are "
+        f"\n{len(group)} candidates are within {100 * error_of_ratio(held_out()).share:.0f} %, the error of a ratio: they are "
         "tied, and in the order of memory left, then simplicity"
     )
     click.echo(

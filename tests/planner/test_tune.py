@@ -24,10 +24,11 @@ from moefw.core.errors import PlanError
 from moefw.planner import cluster as clusters
 from moefw.planner import ledger
 from moefw.planner.data_files import Figure
+from moefw.planner.time.likeness import error_of_ratio, held_out
 from moefw.planner.time.software import Software
 from moefw.planner.tune.candidates import Candidate
 from moefw.planner.tune.excerpts import Excerpts
-from moefw.planner.tune.ranking import error_of_ratio, tied
+from moefw.planner.tune.ranking import tied
 from moefw.planner.tune.reasons import impossible, reasons
 from moefw.planner.tune.search import Search, Where
 from moefw.planner.tune.settings import MICRO_BATCH, PIPELINE, Settings, with_settings
@@ -117,8 +118,8 @@ def test_ties_are_in_the_order_of_memory_left_then_simplicity() -> None:
             settings={}, label=label, told=told, left_bytes=left_bytes, peak_bytes=complexity, complexity=complexity
         )
 
-    near = 1 + error_of_ratio().share / 2
-    far = 1 + error_of_ratio().share * 1.1
+    near = 1 + error_of_ratio(held_out()).share / 2
+    far = 1 + error_of_ratio(held_out()).share * 1.1
     found = [
         candidate("fastest", 1.0, 1, 3),
         candidate("roomy", near, 9, 4),

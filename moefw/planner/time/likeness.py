@@ -29,6 +29,9 @@ LEAST: Final = 5.5
 SCALE: Final = 0.5
 """Distance of two rows in which a number differs twofold, where a choice that differs is 1."""
 
+ALIKE: Final = ("implementation", "precision", "graphs", "ep_overlap", "hidden")
+"""Inputs that two layouts of one model and software share, beside the number of experts."""
+
 
 @frozen(kw_only=True)
 class Inputs:
@@ -103,31 +106,48 @@ def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
     return Bar(max(LEAST, 100 * quantile) * (1 + FURTHER * len(far)), far)
 
 
-def ratio_percent(one: Inputs, other: Inputs, rows: Sequence[HeldOut]) -> float:
-    """Percent by which the ratio of two predicted speeds may be wrong, of :data:`SHARE` of such ratios.
+@frozen
+class ErrorOfRatio:
+    """How wrong the ratio of two predictions may be, a share, from so many pairs of published layouts."""
 
-    Two predictions of one model on one system are wrong in the same direction in part: it is a quantile over pairs of
-    such layouts. Errors of others are taken as independent. What is far from all rows in one of both widens it.
+    share: float
+    pairs: int
+
+
+def error_of_ratio(rows: Sequence[HeldOut]) -> ErrorOfRatio:
+    """Error of the ratio of two layouts that are :func:`alike`, from those of rows.
+
+    What both predictions have wrong cancels. :data:`SHARE` of the pairs lie inside. Pairs may be of different systems,
+    of which too few were published twice: candidates on one cluster are no less alike.
     """
-    alone = [bar(inputs, rows) for inputs in (one, other)]
-    if not _are_of_one_model(one, other):
-        return hypot(*(each.percent for each in alone))
     layouts: dict[str, list[HeldOut]] = {}
     for row in rows:
         layouts.setdefault(row.layout, []).append(row)
     apart = [
         abs(fmean(log1p(row.error) for row in first) - fmean(log1p(row.error) for row in second))
         for first, second in combinations(layouts.values(), 2)
-        if _are_of_one_model(first[0].inputs, second[0].inputs)
+        if alike(first[0].inputs, second[0].inputs)
     ]
-    spread = 100 * expm1(_quantile(apart, [1.0] * len(apart)))
-    far = set(alone[0].extrapolated) ^ set(alone[1].extrapolated)
-    return max(LEAST, spread) * (1 + FURTHER * len(far))
+    return ErrorOfRatio(max(LEAST / 100, expm1(_quantile(apart, [1.0] * len(apart)))), len(apart))
 
 
-def _are_of_one_model(one: Inputs, other: Inputs) -> bool:
-    """Whether two rows are of one model, as far as its width says, on one system."""
-    return (one.cluster, one.hidden) == (other.cluster, other.hidden)
+def alike(one: Inputs, other: Inputs) -> bool:
+    """Whether two layouts are of one model, as far as its sizes say, and of one software."""
+    same_experts = one.experts_a_rank * one.ep == other.experts_a_rank * other.ep
+    return same_experts and all(getattr(one, name) == getattr(other, name) for name in ALIKE)
+
+
+def ratio_percent(one: Inputs, other: Inputs, rows: Sequence[HeldOut]) -> float:
+    """Percent by which the ratio of two predicted speeds may be wrong, of :data:`SHARE` of such ratios.
+
+    Errors of two that are not :func:`alike` are taken as independent. What is far from all rows in one of both widens
+    that of others.
+    """
+    bars = [bar(inputs, rows) for inputs in (one, other)]
+    if not alike(one, other):
+        return hypot(*(each.percent for each in bars))
+    far = set(bars[0].extrapolated) ^ set(bars[1].extrapolated)
+    return 100 * error_of_ratio(rows).share * (1 + FURTHER * len(far))
 
 
 def distance(one: Inputs, other: Inputs) -> float:

@@ -9,8 +9,8 @@ from typing import Final
 from attrs import evolve
 
 from moefw.core.errors import PlanError, Problem
+from moefw.planner.time.likeness import error_of_ratio, held_out
 from moefw.planner.tune.candidates import Candidate
-from moefw.planner.tune.ranking import error_of_ratio
 from moefw.planner.tune.search import Search
 
 GB: Final = 1e9
@@ -50,7 +50,7 @@ def _why(search: Search, candidate: Candidate, best: Candidate) -> str:
     """Why a candidate is not the best one."""
     what = difference(search, candidate, best)
     ratio = candidate.step_s / best.step_s - 1
-    error = error_of_ratio().share
+    error = error_of_ratio(held_out()).share
     speed = f"{100 * abs(ratio):.0f} ± {100 * error:.0f} % {'slower' if ratio > 0 else 'faster'}"
     if not candidate.fits:
         missing = f"misses by {candidate.missing_bytes / GB:.1f} GB on position {candidate.position}"
