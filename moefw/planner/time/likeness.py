@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from itertools import combinations
@@ -29,9 +29,6 @@ LEAST: Final = 5.5
 SCALE: Final = 0.5
 """Distance of two rows in which a number differs twofold, where a choice that differs is 1."""
 
-ALIKE: Final = ("implementation", "precision", "graphs", "ep_overlap", "hidden")
-"""Inputs that two layouts of one model and software share, beside the number of experts."""
-
 
 @frozen(kw_only=True)
 class Inputs:
@@ -52,6 +49,12 @@ class Inputs:
     hidden: int
     tokens_a_micro_batch: int
     tokens_a_sequence: int
+
+    @property
+    def model_and_software(self) -> tuple[object, ...]:
+        """What layouts of one model, as far as its sizes say, and one software share."""
+        software = self.implementation, self.precision, self.graphs, self.ep_overlap
+        return self.hidden, self.experts_a_rank * self.ep, *software
 
     @cached_property
     def choices(self) -> Mapping[str, str]:
@@ -115,36 +118,30 @@ class ErrorOfRatio:
 
 
 def error_of_ratio(rows: Sequence[HeldOut]) -> ErrorOfRatio:
-    """Error of the ratio of two layouts that are :func:`alike`, from those of rows.
+    """Error of the ratio of two layouts of one model and one software, from those of rows.
 
     What both predictions have wrong cancels. :data:`SHARE` of the pairs lie inside. Pairs may be of different systems,
     of which too few were published twice: candidates on one cluster are no less alike.
     """
-    layouts: dict[str, list[HeldOut]] = {}
+    alike: dict[object, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        layouts.setdefault(row.layout, []).append(row)
+        alike[row.inputs.model_and_software][row.layout].append(log1p(row.error))
     apart = [
-        abs(fmean(log1p(row.error) for row in first) - fmean(log1p(row.error) for row in second))
+        abs(fmean(first) - fmean(second))
+        for layouts in alike.values()
         for first, second in combinations(layouts.values(), 2)
-        if alike(first[0].inputs, second[0].inputs)
     ]
     return ErrorOfRatio(max(LEAST / 100, expm1(_quantile(apart, [1.0] * len(apart)))), len(apart))
-
-
-def alike(one: Inputs, other: Inputs) -> bool:
-    """Whether two layouts are of one model, as far as its sizes say, and of one software."""
-    same_experts = one.experts_a_rank * one.ep == other.experts_a_rank * other.ep
-    return same_experts and all(getattr(one, name) == getattr(other, name) for name in ALIKE)
 
 
 def ratio_percent(one: Inputs, other: Inputs, rows: Sequence[HeldOut]) -> float:
     """Percent by which the ratio of two predicted speeds may be wrong, of :data:`SHARE` of such ratios.
 
-    Errors of two that are not :func:`alike` are taken as independent. What is far from all rows in one of both widens
-    that of others.
+    Errors of two models, or of two kinds of software, are taken as independent. What is far from all rows in one of both
+    widens that of others.
     """
     bars = [bar(inputs, rows) for inputs in (one, other)]
-    if not alike(one, other):
+    if one.model_and_software != other.model_and_software:
         return hypot(*(each.percent for each in bars))
     far = set(bars[0].extrapolated) ^ set(bars[1].extrapolated)
     return 100 * error_of_ratio(rows).share * (1 + FURTHER * len(far))
