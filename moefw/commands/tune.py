@@ -42,8 +42,6 @@ EXCERPTS = "excerpts"
 """The folder of excerpts in the cache."""
 SHOWN = 10
 """Candidates of the tied group that are printed."""
-PLANNED = 5
-"""Candidates of the tied group that are planned whole until one fits."""
 CANDIDATES = 200
 RANKS_PER_NODE = ("parallel", "ranks_per_node")
 
@@ -157,13 +155,10 @@ def _progress(count: int) -> Iterator[Any]:
 
 
 def _planned(search: Search) -> tuple[Candidate, Forecast]:
-    """First of the tied group that a whole plan says fits. Raises PlanError if there is none."""
-    for _ in range(PLANNED):
-        group = tied(search.candidates)
-        if not group:
-            break
+    """First of the tied group that is still in it when it is planned whole. Raises PlanError if there is none."""
+    while group := tied(search.candidates):
         best, told = search.exact(group[0], lambda assembly: ledger(assembly, cache=cache_dir() / PLANS))
-        if told is not None and best.fits:
+        if told is not None and any(candidate is best for candidate in tied(search.candidates)):
             return best, told
     raise impossible(search)
 
