@@ -137,8 +137,8 @@ def error_of_ratio(rows: Sequence[HeldOut]) -> ErrorOfRatio:
 def ratio_percent(one: Inputs, other: Inputs, rows: Sequence[HeldOut]) -> float:
     """Percent by which the ratio of two predicted speeds may be wrong, of :data:`SHARE` of such ratios.
 
-    Errors of two models, or of two kinds of software, are taken as independent. What is far from all rows in one of both
-    widens that of others.
+    Errors of two models, or of two kinds of software, are taken as independent. What is far from all rows in one of
+    both widens that of others.
     """
     bars = [bar(inputs, rows) for inputs in (one, other)]
     if one.model_and_software != other.model_and_software:

@@ -19,7 +19,7 @@ from moefw.compose.assembly import Assembly
 from moefw.core.errors import MoefwError
 from moefw.planner.cluster import Cluster
 from moefw.planner.report import Ledger
-from moefw.planner.time.forecast import Forecast, forecast
+from moefw.planner.time.forecast import Forecast, forecast, lacks
 from moefw.planner.time.software import Software
 from moefw.planner.tune.candidates import Candidate
 from moefw.planner.tune.compose import Composer
@@ -155,6 +155,10 @@ class Search:
         if measured.excerpt.unknown:
             return Candidate(settings=settings, label=label, problems=(measured.excerpt.unknown,))
         ledger = Composer.of(assembly, measured.excerpt, measured.kinds).ledger()
+        lacking = lacks(self.where.cluster, ledger)
+        if lacking:
+            problem = f"the cluster {self.where.name} has no {', '.join(lacking)}, which time needs."
+            return Candidate(settings=settings, label=label, problems=(problem,))
         return self._candidate(settings, assembly, ledger, self._forecast(assembly, ledger))
 
     def _forecast(self, assembly: Assembly, ledger: Ledger) -> Forecast:
