@@ -13,6 +13,7 @@ from moefw.commands import specs
 from moefw.commands.plan_tables import show_comparison, show_prediction
 from moefw.commands.waiting import waiting
 from moefw.compose.assembly import Assembly
+from moefw.compose.registry import Registry
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError, SpecError, os_reason
 from moefw.planner.comparison import Comparison
@@ -99,7 +100,8 @@ def plan(
             told = _compared(spec, overrides, compare, world, circumstances)
         else:
             told = _predicted(spec, overrides, world, circumstances)
-            told = told.with_advice(lambda more: specs.read(spec, [*overrides, *more], world))
+            registry = Registry()
+            told = told.with_advice(lambda more: specs.read(spec, [*overrides, *more], world, registry=registry))
             told = told if tokens is None else told.with_budget(tokens, tokens_per_s_per_gpu)
         if html is not None:
             _write_page(told, shlex.join([spec, *overrides]), html)

@@ -9,6 +9,7 @@ from typing import Any
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
+from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import SpecError
@@ -16,18 +17,32 @@ from moefw.training.folder import check_seal
 
 
 def read(
-    spec: str, overrides: Sequence[str], world: int | None = None, *, trains: bool = True, data_here: bool = False
+    spec: str,
+    overrides: Sequence[str],
+    world: int | None = None,
+    *,
+    registry: Registry | None = None,
+    trains: bool = True,
+    data_here: bool = False,
 ) -> Assembly:
     """Resolve a spec file, by default to train. Raises all its problems at once.
 
-    A run's own spec must be as the run wrote it. ``trains``: problems are also those of what training alone needs, as
-    far as they are known before data are opened. ``data_here``: also those of files of data that this machine lacks.
+    A run's own spec must be as the run wrote it. ``registry``: one for several specs; None: a new one. ``trains``:
+    problems are also those of what training alone needs, as far as they are known before data are opened.
+    ``data_here``: also those of files of data that this machine lacks.
     """
     path = Path(spec)
     if path.name == "spec.yaml" and path.is_file():
         check_seal(path)
     return assemble(
-        path, overrides, defaults=defaults(), world=world, trains=trains, for_run=trains, data_here=data_here
+        path,
+        overrides,
+        defaults=defaults(),
+        registry=registry,
+        world=world,
+        trains=trains,
+        for_run=trains,
+        data_here=data_here,
     )
 
 

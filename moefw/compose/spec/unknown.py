@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Final, NoReturn
 
 import attrs
@@ -30,14 +31,23 @@ class Unknown:
 UNKNOWN: Final[Any] = Unknown()
 """In place of a value that could not be read. The problem of that value has been reported."""
 
+_PLAIN: Final = frozenset({str, int, float, bool, type(None)})
+"""Types of most values. The question is asked of each value at each layer, for each candidate of a search."""
+
 
 def is_known(value: object) -> bool:
     """Whether a value holds no ``UNKNOWN``, also inside of lists, mappings and attrs objects."""
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return True
     if isinstance(value, Mapping):
         return all(map(is_known, value.values()))
     if isinstance(value, tuple | list):
         return all(map(is_known, value))
-    kind: Any = type(value)
-    if attrs.has(kind):
-        return all(is_known(getattr(value, field.name)) for field in attrs.fields(kind))
-    return value is not UNKNOWN
+    return value is not UNKNOWN and all(is_known(getattr(value, name)) for name in _attributes(kind))
+
+
+@cache
+def _attributes(kind: Any) -> tuple[str, ...]:
+    """Names of the attributes of an attrs class; empty for another."""
+    return tuple(field.name for field in attrs.fields(kind)) if attrs.has(kind) else ()
