@@ -182,8 +182,9 @@ RULES: Final[Mapping[Rule, Callable[[Sequence[Any], Sequence[Any]], Settled]]] =
 
 
 def _asked(fact: Fact, value: Any) -> str:
-    """Wording of a need in an error."""
-    return fact.asks.format(*(value if fact.itemised and isinstance(value, tuple) else [_words(value)]))
+    """Wording of a need in an error, on one line whatever is needed."""
+    asked = fact.asks.format(*(value if fact.itemised and isinstance(value, tuple) else [_words(value)]))
+    return asked.replace("\n", "\\n")
 
 
 def _about(fact: Fact, offer: Any, value: Any) -> Any:

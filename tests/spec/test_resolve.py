@@ -120,6 +120,10 @@ class TestRefusals:
         resolved(text.format(gemm="loop"))
         resolved(text.format(gemm="grouped").replace("keep", "recompute"))
 
+    def test_a_region_whose_name_has_two_lines(self) -> None:
+        problem = refusal(r'memory: [{use: keep, regions: ["no\nwhere"]}]')
+        assert r"needs region no\nwhere to allow keep" in problem.what
+
     def test_axes_along_which_the_model_is_not_split(self) -> None:
         @frozen(kw_only=True)
         class Whole(Decoder):
