@@ -105,8 +105,7 @@ def tune(
         with _progress(candidates) as said:
             search = Search(space, where, resolve, excerpts, said)
             search.run(candidates, seed)
-            best, told = _planned(search)
-            lines = [*reasons(search, best)]
+            best, told, lines = _recommended(search)
     except MoefwError as error:
         if not as_json:
             raise
@@ -147,6 +146,18 @@ def _progress(count: int) -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=count)
         yield lambda _: progress.advance(task)
+
+
+def _recommended(search: Search) -> tuple[Candidate, Forecast, Sequence[str]]:
+    """Best candidate, its forecast, and why others lose, which may find a policy with which a faster one fits.
+
+    Then that is looked at in turn. Raises PlanError if nothing fits.
+    """
+    while True:
+        best, told = _planned(search)
+        lines = [*reasons(search, best)]
+        if any(candidate is best for candidate in tied(search.candidates)):
+            return best, told, lines
 
 
 def _planned(search: Search) -> tuple[Candidate, Forecast]:

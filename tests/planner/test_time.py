@@ -370,6 +370,21 @@ def test_shards_that_travel_once_a_step_take_time() -> None:
     assert found.told.categories["sums of gradients"] > 0
 
 
+def test_activations_that_the_spec_offloads_cost_a_share_of_the_step() -> None:
+    tree = {
+        "model": {"preset": "qwen3-30b-a3b-tiny"},
+        "precision": {"use": "bf16"},
+        "memory": [{"use": "offload", "regions": ["attention"]}],
+        "train": {"seq_len": 64, "micro_batch": 1, "tokens_per_step": 2 * 64},
+        "run": {"device": "cpu"},
+    }
+    assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=1, machine=Machine(device="cpu"))
+    plan = ledger(assembly)
+    keeps = evolve(assembly, parts=evolve(assembly.parts, memory=()))
+    step, kept = (forecast(each, plan, H100, "h100", Software()).told.step_s for each in (assembly, keeps))
+    assert step / kept == pytest.approx(figures().offload_times.value)
+
+
 @pytest.mark.deep
 def test_a_plan_of_a_published_row_takes_as_long_as_its_closed_form() -> None:
     row = next(row for row in read() if row["id"] == "p144")

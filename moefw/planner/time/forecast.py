@@ -9,6 +9,7 @@ from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import PlanError
+from moefw.core.plugin import OptimizerMemoryPolicyPlugin
 from moefw.planner.cluster import Cluster
 from moefw.planner.report import Ledger, Position, Work
 from moefw.planner.time import likeness, software
@@ -22,6 +23,8 @@ from moefw.planner.time.software import Software
 from moefw.planner.time.step import Rehearsal, Told, rehearse, seconds_without, told
 
 TERA: Final = 1e12
+OFFLOAD: Final = "offload"
+"""The mechanism of policies that keep activations in host memory."""
 ONCE: Final = ("once", "gradients", "optimizer")
 """Phases of work that a step has once, for all its micro-batches."""
 
@@ -200,7 +203,16 @@ def _as_the_spec_says(assembly: Assembly, runs: Software) -> Software:
         runs = evolve(runs, graphs="full" if assembly.spec.train.graphs == "step" else "none")
     if runs.ep_overlap is None:
         runs = evolve(runs, ep_overlap=assembly.parts.pipeline.merges)
+    if not runs.offload:
+        runs = evolve(runs, offload=tuple(_offloaded(assembly)))
     return runs
+
+
+def _offloaded(assembly: Assembly) -> Iterator[str]:
+    """Yield the regions whose activations the spec keeps in host memory."""
+    for policy in assembly.parts.memory:
+        if policy.mechanism == OFFLOAD and not isinstance(policy, OptimizerMemoryPolicyPlugin):
+            yield from policy.regions
 
 
 def _size(assembly: Assembly, axis: str) -> int:
