@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from moefw.report.blocks import Bars, Block, Section, Table, Words, missing
 from moefw.report.charts import Charts
 from moefw.report.reading import Record, Run
-from moefw.report.sections.outcome import measured_peak, planned_peak
+from moefw.report.sections.outcome import OF_PROCESS, measured_peak, planned_peak
 from moefw.report.words import readable, size
 
 
@@ -47,7 +47,7 @@ def _of_run(run: Run, of_run: str) -> list[Block]:
         blocks.append(
             missing(f"No peak was measured{of_run}.", "A run that ends records it; `train --ledger` measures a step.")
         )
-    elif measured[1] == "of the process":
+    elif measured[1] == OF_PROCESS:
         note = "A process holds Python, PyTorch and the text, too, which no plan has."
         blocks.append(Words([note], quiet=True))
     return blocks

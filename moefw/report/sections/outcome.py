@@ -12,6 +12,8 @@ from moefw.report.words import count, duration, number, several, share, size
 
 STALE_S = 300.0
 """Seconds without a line after which a run without an end is probably not going on."""
+OF_PROCESS = "of the process"
+"""What the peak of a rank on a CPU is measured of: Python, PyTorch and the text are in it, too."""
 TROUBLE = {
     "skipped_step": "step skipped",
     "rerun_step": "step run again",

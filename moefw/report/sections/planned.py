@@ -18,7 +18,7 @@ from moefw.planner.time.software import Software
 from moefw.report.blocks import Bars, Block, Section, Table, Words, missing
 from moefw.report.charts import Charts
 from moefw.report.reading import Run
-from moefw.report.sections.outcome import measured_peak, planned_peak
+from moefw.report.sections.outcome import OF_PROCESS, measured_peak, planned_peak
 from moefw.report.words import UNKNOWN, duration, number, several, share, size
 
 
@@ -59,18 +59,17 @@ def _of_run(run: Run, steps: Steps, of_run: str) -> list[Block]:
         return [missing(f"The time of a step is not planned{of_run}:", reason)]
     told = planned.told
     step_s = planned.tokens / steps.tokens_per_s
+    rows = [
+        _row("time", duration, told.step_s, step_s),
+        _row("tokens a second", number, planned.tokens / told.step_s, steps.tokens_per_s),
+        _row("model TFLOPS a rank", number, planned.model_tflops_per_gpu, steps.model_tflops),
+        _row("MFU", share, planned.mfu, steps.mfu),
+    ]
     peak = measured_peak(run)
-    table = Table(
-        title=f"The median step{of_run}",
-        head=["", "planned", "measured", "measured / planned"],
-        rows=[
-            _row("time", duration, told.step_s, step_s),
-            _row("tokens a second", number, planned.tokens / told.step_s, steps.tokens_per_s),
-            _row("model TFLOPS a rank", number, planned.model_tflops_per_gpu, steps.model_tflops),
-            _row("MFU", share, planned.mfu, steps.mfu),
-            _row("peak memory of a rank", size, planned_peak(run), None if peak is None else peak[0]),
-        ],
-    )
+    if peak is not None and peak[1] != OF_PROCESS:  # a process holds what no plan has
+        rows.append(_row("peak memory of a rank", size, planned_peak(run), peak[0]))
+    head = ["", "planned", "measured", "measured / planned"]
+    table = Table(title=f"The median step{of_run}", head=head, rows=rows)
     longest = max(told.categories.values())
     spent = sorted(told.categories.items(), key=lambda each: -each[1])
     bars = [(name, duration(seconds), seconds / longest) for name, seconds in spent]
