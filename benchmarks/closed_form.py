@@ -283,7 +283,7 @@ class Rows:
     def _position(self, at: int) -> Iterator[Work]:
         sizes = self.sizes
         layout = self.layout
-        held = [unit for stage in _stages(sizes, layout)[at :: layout.pp] for unit in stage]
+        held = [unit for stage in stages_of(sizes, layout)[at :: layout.pp] for unit in stage]
         dense = sum(unit == "dense" for unit in held)
         moe = sum(unit in ("moe", "mtp") for unit in held)
         mtp = sum(unit == "mtp" for unit in held)
@@ -348,7 +348,7 @@ class Rows:
             yield Transfer(kind, "dp", ranks, node, network)
 
 
-def _stages(sizes: Sizes, layout: Layout) -> list[list[str]]:
+def stages_of(sizes: Sizes, layout: Layout) -> list[list[str]]:
     """What each stage holds, in order: embedding, layers and the head count as one each, and are split evenly.
 
     That is ``account_for_embedding_in_pipeline_split`` of Megatron. With mtp layers it is Megatron-Bridge's layouts of

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import record
-from closed_form import node_of
+from closed_form import node_of, stages_of
 from moefw.compose.spec.structure import plain
 from published_rows import PRESETS, RECOMPUTED, Row, read
 
@@ -31,6 +31,8 @@ PRECISION: Final = {
     "fp8block": {"use": "fp8-blockwise", "backend": "emulate"},
 }
 LIBRARIES: Final = ("deepep", "hybridep")
+LETTERS: Final = {"embedding": "E", "dense": "t", "moe": "t", "mtp": "m", "head": "L"}
+"""What stages hold, in the letters of a spec."""
 
 
 def main() -> None:
@@ -88,9 +90,12 @@ def spec_of(row: Row) -> dict[str, Any]:
     regions = [region for part in row["recompute"].split("+") for region in RECOMPUTED.get(part, ())]
     sharded = {"shard": "all", "zero": 3 if row["fsdp"] == "yes" else 1}
     merged = bool(row.software.ep_overlap)
-    pipeline = {"use": "1f1b"}
+    pipeline: dict[str, Any] = {"use": "1f1b"}
     if layout.pp > 1 and layout.chunks > 1:
         pipeline = {"use": "interleaved", "chunks": layout.chunks, "merged": merged}
+    if layout.pp > 1:
+        stages = ("".join(LETTERS[unit] for unit in stage) for stage in stages_of(row.sizes, layout))
+        pipeline["layout"] = "|".join(stages)
     dispatcher = row["dispatcher"] or "alltoall"
     return {
         "model": {"preset": PRESETS[row["model"]], **({"mtp_layers": row.sizes.mtp} if row.sizes.mtp else {})},
