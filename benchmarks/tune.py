@@ -55,6 +55,9 @@ def main() -> None:
     )
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for name, found in results.items():
+        if not found["ok"]:
+            print(f"{name}: {found['problems'][0]['what']} {found['problems'][0]['fix']}")
+            continue
         own, best = found["own"], found["best"]
         below = 100 * (1 - best["step_time_s"] / own["step_time_s"])
         cells = [name, found["published_tflops"], found["layout"], f"{own['step_time_s']:.4g}"]
