@@ -45,7 +45,7 @@ def test_a_block_is_the_cp_of_a_mesh_with_more_copies(order: str, size: int) -> 
 def test_an_attention_whose_mask_does_not_say_who_shares_its_batch_is_told() -> None:
     """It would compute with the keys of other sequences, or wait for ranks that do not come."""
     context: Any = SimpleNamespace(context_attentions={None: 0, 2: 0}, layouts={None: 0, 1: 0, 2: 0})
-    core = LayerContext.core(context, lambda q, k, v, mask, **options: (q + 1, q))
+    core = LayerContext._core(context, lambda q, k, v, mask, **options: (q + 1, q))
     q = torch.zeros(1, 1, 2, 4)
     assert torch.equal(core(q, q, q, Mask(cp=1)), q + 1)
     with pytest.raises(ContractError, match=r"does not say how many ranks share its batch\. Make it by Mask\.of"):
