@@ -80,8 +80,8 @@ class LayerContext(BuildContext):
     """Context of one layer's parts. ``recipes``: the precision recipe and its fallback.
 
     ``merges``: whether the forward of a micro-batch runs beside the backward of another. ``qk_clip``: the clip for
-    which the core of the attention is measured. ``calling``: the context in
-    which an error is that of a plugin's method.
+    which the core of the attention is measured. ``calling``: the context in which an error is that of a plugin's
+    method.
     """
 
     site: Site

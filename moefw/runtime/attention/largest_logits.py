@@ -7,6 +7,7 @@ Attention kernels keep the log-sum-exp of logits, and not their maximum. Shapes:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import inf, sqrt
 from typing import Final, NamedTuple, final
 
@@ -158,16 +159,11 @@ def _largest_of(run: _Run, q_BHSd: Tensor, k_BGSd: Tensor, mask: Mask) -> Tensor
 
 def _visible(run: _Run, first_key: int, mask: Mask, device: torch.device) -> Tensor:
     """Bool ``(B or 1, 1, queries, keys)``: whether each query of a run sees each key from ``first_key`` to its end."""
-    key_S = torch.arange(first_key, run.place + run.length, device=device)
-    query_S1 = key_S[-run.length :].unsqueeze(1)
-    visible = query_S1 >= key_S
-    if mask.window is not None:
-        visible = visible & (query_S1 - key_S < mask.window)
-    visible = visible.expand(1, 1, -1, -1)
-    if mask.documents_BS is None or mask.lengths is not None:
-        return visible
-    of_keys = mask.documents_BS[:, None, None, first_key : run.place + run.length]
-    return visible & (of_keys[..., -run.length :].mT == of_keys)
+    behind = run.place + run.length
+    documents_BS = None
+    if mask.documents_BS is not None and mask.lengths is None:  # with lengths, a run is inside of one document
+        documents_BS = mask.documents_BS[:, first_key:behind]
+    return replace(mask, documents_BS=documents_BS).visible(run.length, behind - first_key, device)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
