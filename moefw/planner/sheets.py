@@ -170,8 +170,7 @@ def time_of_step(time: Forecast) -> Sheet:
     """What a step spends its time on, the longest first."""
     step = time.told.step_s
     rows = [
-        (name, f"{seconds:.4g}", f"{100 * seconds / step:.1f}")
-        for name, seconds in sorted(time.told.categories.items(), key=lambda each: -each[1])
+        (name, f"{seconds:.4g}", f"{100 * seconds / step:.1f}") for name, seconds in time.told.longest_first.items()
     ]
     return Sheet("time", ("a step spends on", "seconds", "% of it; what runs side by side counts twice"), rows)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import field, frozen
 
@@ -46,6 +46,12 @@ class Bars:
     title: str
     rows: Sequence[tuple[str, str, float]]
     kind: str = field(default="bars", init=False)
+
+
+def bars(title: str, values: Mapping[str, float], words: Callable[[float], str]) -> Bars:
+    """Bars of values by their labels, in this order. ``words``: says a value."""
+    longest = max(values.values(), default=0) or 1
+    return Bars(title=title, rows=[(label, words(value), value / longest) for label, value in values.items()])
 
 
 @frozen

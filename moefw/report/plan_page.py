@@ -21,7 +21,7 @@ from moefw.planner.sheets import (
     work_by_pass,
 )
 from moefw.planner.time.forecast import Forecast
-from moefw.report.blocks import Bars, Block, Facts, Section, Table, Words
+from moefw.report.blocks import Bars, Block, Facts, Section, Table, Words, bars
 from moefw.report.rendering import rendered
 from moefw.report.words import count, duration, several, share, size
 
@@ -99,7 +99,7 @@ def _step(prediction: Prediction) -> Section:
     time = prediction.time
     blocks: list[Block] = []
     if time is not None:
-        blocks = [_seconds(time.told.categories, "A step spends on"), Words(_sure(time), quiet=True)]
+        blocks = [bars("A step spends on", time.told.longest_first, duration), Words(_sure(time), quiet=True)]
     return Section("time", "Time of a step", blocks)
 
 
@@ -115,20 +115,12 @@ def _times(time: Forecast, sign: int) -> str:
     return duration(time.told.step_s * (1 + sign * time.bar.percent / 100))
 
 
-def _seconds(categories: Mapping[str, float], title: str) -> Bars:
-    longest = max(categories.values())
-    ordered = sorted(categories.items(), key=lambda each: -each[1])
-    return Bars(title=title, rows=[(name, duration(seconds), seconds / longest) for name, seconds in ordered])
-
-
 def _steps(comparison: Comparison) -> list[Bars]:
     """Times of both steps as bars; none if that of one is unknown."""
     a, b = (each.time for each in comparison.predictions)
     if a is None or b is None:
         return []
-    longest = max(a.told.step_s, b.told.step_s)
-    rows = [(letter, duration(each.told.step_s), each.told.step_s / longest) for letter, each in (("A", a), ("B", b))]
-    return [Bars(title="A step takes", rows=rows)]
+    return [bars("A step takes", {"A": a.told.step_s, "B": b.told.step_s}, duration)]
 
 
 def _to_try(prediction: Prediction) -> Section:
@@ -149,11 +141,9 @@ def _to_try(prediction: Prediction) -> Section:
 
 def _memory(plan: Ledger) -> Section:
     """Memory of a rank by category, at its peak, by region, and by position on pp."""
-    categories = memory_by_category(plan)
-    most = max(categories.values(), default=1)
-    bars = Bars(title=f"Memory of {plan.ranks}", rows=[(name, size(n), n / most) for name, n in categories.items()])
+    by_category = bars(f"Memory of {plan.ranks}", memory_by_category(plan), size)
     sheets = [sheet for sheet in (at_the_peak(plan), by_region(plan), positions(plan)) if sheet.rows]
-    return Section("memory", "Memory", [bars, *map(_table, sheets)])
+    return Section("memory", "Memory", [by_category, *map(_table, sheets)])
 
 
 def _work(plan: Ledger) -> Section:

@@ -88,6 +88,11 @@ class Told:
     busiest: int
 
     @property
+    def longest_first(self) -> Mapping[str, float]:
+        """Categories, from the one that takes longest."""
+        return dict(sorted(self.categories.items(), key=lambda each: -each[1]))
+
+    @property
     def bound_by(self) -> str:
         """The category that takes longest."""
         return max(self.categories, key=self.categories.__getitem__)

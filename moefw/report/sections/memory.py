@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moefw.report.blocks import Bars, Block, Section, Table, Words, missing
+from moefw.report.blocks import Block, Section, Table, Words, bars, missing
 from moefw.report.charts import Charts
 from moefw.report.reading import Record, Run
 from moefw.report.sections.outcome import OF_PROCESS, measured_peak, planned_peak
@@ -32,9 +32,7 @@ def _of_run(run: Run, of_run: str) -> list[Block]:
         planned = planned_peak(run)
         parts += [("peak, planned", planned)] if planned else []
         parts += [(f"peak, measured {measured[1]}", measured[0])] if measured else []
-        longest = max((nbytes for _, nbytes in parts), default=1) or 1
-        rows = [(label, size(nbytes), nbytes / longest) for label, nbytes in parts if nbytes]
-        blocks.append(Bars(title=f"Memory of a rank{of_run}", rows=rows))
+        blocks.append(bars(f"Memory of a rank{of_run}", {label: nbytes for label, nbytes in parts if nbytes}, size))
         if plan.get("unknown"):
             blocks.append(Words([f"The peak is not planned: {plan['unknown']}"], quiet=True))
         blocks += _regions(plan, of_run)

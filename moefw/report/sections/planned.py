@@ -15,7 +15,7 @@ from moefw.planner import Ledger
 from moefw.planner import cluster as clusters
 from moefw.planner.time.forecast import Forecast, forecast, lacks
 from moefw.planner.time.software import Software
-from moefw.report.blocks import Bars, Block, Section, Table, Words, missing
+from moefw.report.blocks import Block, Section, Table, Words, bars, missing
 from moefw.report.charts import Charts
 from moefw.report.reading import Run
 from moefw.report.sections.outcome import OF_PROCESS, measured_peak, planned_peak
@@ -70,13 +70,10 @@ def _of_run(run: Run, steps: Steps, of_run: str) -> list[Block]:
         rows.append(_row("peak memory of a rank", size, planned_peak(run), peak[0]))
     head = ["", "planned", "measured", "measured / planned"]
     table = Table(title=f"The median step{of_run}", head=head, rows=rows)
-    longest = max(told.categories.values())
-    spent = sorted(told.categories.items(), key=lambda each: -each[1])
-    bars = [(name, duration(seconds), seconds / longest) for name, seconds in spent]
     return [
         table,
         Words([_how_sure(planned)], quiet=True),
-        Bars(title=f"What a step is planned to spend its time on; some of it runs side by side{of_run}", rows=bars),
+        bars(f"A step is planned to spend, in part side by side{of_run}", told.longest_first, duration),
     ]
 
 
