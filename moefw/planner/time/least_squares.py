@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-TINY = 1e-12
-"""A pivot below this share of a column says that the amounts do not tell two costs apart."""
+ALIKE = 1e-6
+"""A singular value below this share of the largest says that the amounts do not tell two costs apart."""
 
 
 def costs_of(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
@@ -35,22 +35,10 @@ def _error(shares: Sequence[Sequence[float]], costs: Sequence[float]) -> float:
 
 
 def _solved(shares: Sequence[Sequence[float]]) -> list[float] | None:
-    """Solution of the normal equations, by elimination; None if there are several."""
-    size = len(shares[0])
-    scale = [max(row[kind] for row in shares) for kind in range(size)]
-    scaled = [[row[kind] / scale[kind] for kind in range(size)] for row in shares]
-    rows = [
-        [sum(each[one] * each[other] for each in scaled) for other in range(size)] + [sum(each[one] for each in scaled)]
-        for one in range(size)
-    ]
-    for pivot in range(size):
-        if rows[pivot][pivot] < TINY:
-            return None
-        for below in range(pivot + 1, size):
-            factor = rows[below][pivot] / rows[pivot][pivot]
-            rows[below] = [value - factor * above for value, above in zip(rows[below], rows[pivot], strict=True)]
-    solution = [0.0] * size
-    for row in reversed(range(size)):
-        known = sum(rows[row][column] * solution[column] for column in range(row + 1, size))
-        solution[row] = (rows[row][size] - known) / rows[row][row]
-    return [value / scale[kind] for kind, value in enumerate(solution)]
+    """Costs with which each time is explained best; None if there are several such."""
+    import numpy as np  # only machines that were measured need it
+
+    scale = [max(column) for column in zip(*shares, strict=True)]
+    scaled = np.array(shares) / scale
+    solution, _, rank, _ = np.linalg.lstsq(scaled, np.ones(len(shares)), rcond=ALIKE)
+    return None if rank < len(scale) else [float(cost) for cost in solution / scale]
