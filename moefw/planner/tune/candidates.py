@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from attrs import frozen
 
 from moefw.planner.time.step import Told
 from moefw.planner.tune.settings import Settings
+
+FITS: Final = "fit"
+DOES_NOT_FIT: Final = "do not fit"
+REFUSED: Final = "refused by check"
+NOT_MEASURABLE: Final = "not measurable here"
+OUTCOMES: Final = (FITS, DOES_NOT_FIT, REFUSED, NOT_MEASURABLE)
 
 
 @frozen(kw_only=True)
@@ -36,6 +42,15 @@ class Candidate:
     def fits(self) -> bool:
         """Whether the peak fits a GPU."""
         return self.left_bytes is not None and self.left_bytes >= 0
+
+    @property
+    def outcome(self) -> str:
+        """What came of it, as searches count it."""
+        if self.is_refused:
+            return REFUSED
+        if self.problems:
+            return NOT_MEASURABLE
+        return FITS if self.fits else DOES_NOT_FIT
 
     @property
     def step_s(self) -> float:

@@ -19,6 +19,7 @@ from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, End, Excerpt, Share, 
 from moefw.planner.usage import Usage
 from moefw.recording.recorder import OPERANDS
 from moefw.runtime.parallel.holders import holdings
+from moefw.runtime.parallel.meshes import COPIES
 from moefw.runtime.pipeline.placement import Stages
 
 ENDS: Final = ("gradients", "optimizer")
@@ -63,7 +64,7 @@ def _measured(assembly: ExcerptAssembly, kinds: Mapping[int, str]) -> Excerpt:
     shares: dict[str, Share] = {}
     for position in positions:
         shares |= {kind: share for kind, share in position.shares().items() if kind not in shares}
-    copies = {"dense": _size(assembly, "dp") * _size(assembly, "cp"), "experts": _size(assembly, "edp")}
+    copies: Sides = {side: prod(_size(assembly, axis) for axis in axes) for side, axes in COPIES.items()}
     return Excerpt(layers=shares, ends=tuple(position.end(shares) for position in positions), copies=copies)
 
 

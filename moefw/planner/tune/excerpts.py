@@ -123,14 +123,14 @@ def _ranks_of_stage(assembly: Assembly) -> int:
     whole: int = layout.world // sizes["pp"]
     per_node = assembly.site.ranks_per_node or layout.world
     for side in SIDES:
-        if 1 < len(layout.copies(0, side)[0]) < len(layout.group(0, COPIES[side])):  # type: ignore[index]
+        if 1 < len(layout.copies(0, side)[0]) < len(layout.group(0, COPIES[side])):
             return whole
     ranks = lcm(sizes["tp"] * sizes["cp"], sizes["ep"] * sizes["etp"])
-    needed = [axes for axes in (("dp", "cp"), ("edp",)) if any(sizes[axis] > 1 for axis in axes)]
+    needed = [side for side, axes in COPIES.items() if any(sizes[axis] > 1 for axis in axes)]
     while ranks < whole:
-        copies = {("dp", "cp"): ranks // sizes["tp"], ("edp",): ranks // (sizes["ep"] * sizes["etp"])}
+        copies = {"dense": ranks // sizes["tp"], "experts": ranks // (sizes["ep"] * sizes["etp"])}
         has_dp = sizes["dp"] == 1 or ranks > sizes["tp"] * sizes["cp"]
-        if has_dp and all(copies[axes] > 1 for axes in needed):
+        if has_dp and all(copies[side] > 1 for side in needed):
             break
         ranks *= 2
     if whole % ranks:

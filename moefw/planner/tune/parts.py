@@ -8,8 +8,9 @@ from typing import Any
 from attrs import asdict, field, frozen
 
 from moefw.planner.report import Work, work_of
+from moefw.runtime.parallel.meshes import COPIES
 
-SIDES = ("dense", "experts")
+SIDES = tuple(COPIES)
 """The meshes of parameters."""
 MICRO_BATCHES = 4
 """Micro-batches of an excerpt's step: so many that a schedule of two positions comes to its steady part."""

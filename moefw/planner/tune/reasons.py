@@ -9,11 +9,11 @@ from typing import Final
 from attrs import evolve
 
 from moefw.core.errors import PlanError, Problem
+from moefw.planner.cluster import GIB
 from moefw.planner.time.likeness import error_of_ratio, held_out
 from moefw.planner.tune.candidates import Candidate
 from moefw.planner.tune.search import Search
 
-GB: Final = 1e9
 REMEDIES: Final = 4
 """Sets of policies that are tried beside known ones for a faster candidate that does not fit."""
 NEAREST: Final = 4
@@ -53,11 +53,11 @@ def _why(search: Search, candidate: Candidate, best: Candidate) -> str:
     error = error_of_ratio(held_out()).share
     speed = f"{100 * abs(ratio):.0f} ± {100 * error:.0f} % {'slower' if ratio > 0 else 'faster'}"
     if not candidate.fits:
-        missing = f"misses by {candidate.missing_bytes / GB:.1f} GB on position {candidate.position}"
+        missing = f"misses by {candidate.missing_bytes / GIB:.1f} GiB on position {candidate.position}"
         return f"{what} would be {speed} and {missing}: {_remedy(search, candidate, best)}"
     if abs(ratio) <= error:
         left = (candidate.left_bytes or 0) - (best.left_bytes or 0)
-        return f"{what} is tied ({speed}), with {abs(left) / GB:.1f} GB {'more' if left > 0 else 'less'} left"
+        return f"{what} is tied ({speed}), with {abs(left) / GIB:.1f} GiB {'more' if left > 0 else 'less'} left"
     return f"{what} is {speed}: {_costs(candidate, best)}"
 
 
@@ -98,7 +98,7 @@ def impossible(search: Search) -> PlanError:
     nearest = measured[0]
     what = (
         f"none of {len(known)} candidates fits a GPU of {search.where.name}; the nearest misses by "
-        f"{nearest.missing_bytes / GB:.1f} GB on position {nearest.position}: {nearest.label}."
+        f"{nearest.missing_bytes / GIB:.1f} GiB on position {nearest.position}: {nearest.label}."
     )
     return PlanError([Problem(what, _on_more(search, measured[:NEAREST])), *problems])
 

@@ -21,7 +21,7 @@ from moefw.planner.cluster import Cluster
 from moefw.planner.report import Ledger
 from moefw.planner.time.forecast import Forecast, forecast, lacks
 from moefw.planner.time.software import Software
-from moefw.planner.tune.candidates import Candidate
+from moefw.planner.tune.candidates import OUTCOMES, Candidate
 from moefw.planner.tune.compose import Composer
 from moefw.planner.tune.excerpts import Excerpts, Resolve
 from moefw.planner.tune.settings import MEMORY, Settings
@@ -127,19 +127,10 @@ class Search:
     @property
     def counts(self) -> dict[str, int]:
         """How many candidates there were, and of what."""
-        kinds = Counter(
-            "refused by check"
-            if candidate.is_refused
-            else "not measurable here"
-            if candidate.problems
-            else "fit"
-            if candidate.fits
-            else "do not fit"
-            for candidate in self.known.values()
-        )
+        outcomes = Counter(candidate.outcome for candidate in self.known.values())
         return {
             "candidates": len(self.known),
-            **{name: kinds[name] for name in ("fit", "do not fit", "refused by check", "not measurable here")},
+            **{outcome: outcomes[outcome] for outcome in OUTCOMES},
             "layer settings measured": self.excerpts.measured,
             "layer settings from the cache": self.excerpts.from_cache,
         }
