@@ -142,8 +142,8 @@ def _accepts(assemble: Callable[[Sequence[str]], Assembly], asked: Sequence[str]
 
 
 def _generation(cluster: Cluster) -> str | None:
-    """Generation of a cluster's GPUs; None: it has none."""
-    return None if cluster.gpu.board_power_w is None else figures().generation_name(cluster)
+    """Generation of a cluster's GPUs; None: it has none, but threads of a processor."""
+    return None if cluster.gpu.threads is not None else figures().generation_name(cluster)
 
 
 def _all_fits(plan: Ledger, cluster: Cluster) -> bool:
