@@ -6,6 +6,7 @@ import click
 from rich.console import Console
 
 from moefw.commands.tables import print_table
+from moefw.planner import cluster as clusters
 from moefw.planner.comparison import Comparison
 from moefw.planner.prediction import Prediction
 from moefw.planner.report import Ledger
@@ -37,9 +38,15 @@ def show_prediction(prediction: Prediction) -> None:
 
 
 def _show_on_cluster(prediction: Prediction) -> None:
-    """Print whether the peak fits a GPU of the cluster, and the time of a step, or what the cluster lacks for it."""
+    """Print whether the peak fits a GPU of the cluster, and the time of a step, or what the cluster lacks for it.
+
+    Without a cluster, how to ask for that.
+    """
     circumstances = prediction.circumstances
     if circumstances.cluster is None:
+        names = ", ".join([*clusters.names(), *clusters.own_names()])
+        click.echo(f"\n--cluster NAME says how long a step takes and what to try. There are {names};")
+        click.echo("`moefw bench calibrate` adds this machine.")
         return
     lines = on_cluster_in_words(circumstances.cluster, circumstances.cluster_name, prediction.plan)
     click.echo("\n" + "\n".join(lines))
