@@ -7,10 +7,10 @@ import json
 import os
 import subprocess
 import sysconfig
-import time
 import venv
 from pathlib import Path
 from types import ModuleType
+from typing import Any, BinaryIO
 
 import pytest
 from click.testing import CliRunner
@@ -85,16 +85,24 @@ def test_all_parts_run_on_a_bare_machine_and_are_appended(
 def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script, "LIMIT_S", 2)
-    late = tmp_path / "late"
-    code = f"import subprocess, sys; print('begun', flush=True); subprocess.run(['sh', '-c', 'sleep 4; touch {late}'])"
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    code = f"import subprocess; print('begun'); subprocess.run(['sh', '-c', 'sleep 600 > {held}'])"
+    watch, writers = script.watch, list[BinaryIO]()
+
+    def watch_begun(process: subprocess.Popen[bytes], until: float) -> Any:
+        writers.append(held.open("rb"))  # waits until ``sh`` has opened it
+        return watch(process, until)
+
+    monkeypatch.setattr(script, "LIMIT_S", 0)
+    monkeypatch.setattr(script, "watch", watch_begun)
     part = script.perform(script.Part([], ["-c", code]), tmp_path, dry=True)
     assert part["timed_out"]
     assert part["failed"]
     assert part["said"] == "begun\n"
-    assert script.outcome(part) == "ended after 2 s"
-    time.sleep(3)
-    assert not late.exists()
+    assert script.outcome(part) == "ended after 0 s"
+    with writers[0] as of_sleep:
+        assert not of_sleep.read()  # ends when ``sleep`` has
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-fp8", "quickstart-offload"])
