@@ -26,6 +26,7 @@ from moefw.compose.spec.structure import structure
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.compose.stages import stage_problems
 from moefw.compose.updates import logits_need, update_need, with_update
+from moefw.compose.watched_site import WatchedSite
 from moefw.core.choice import Choice
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
@@ -504,7 +505,7 @@ class _Resolution:
     ) -> tuple[Site, dict[int, LayerAssembly]]:
         """Run the checks of the parts, and match offers and needs at every MoE layer, or once if there is none.
 
-        Equal layers share their facts.
+        Parts that do not read the number of the layer are not asked again. Equal layers share their facts.
         """
         model = self._find("model")
         parallel = self._find("parallel")
@@ -530,12 +531,16 @@ class _Resolution:
         stated: _Statements | None = None
         facts: Mapping[str, Any] = {}
         settled: dict[int, LayerAssembly] = {}
+        depends_on_layer = True
         for layer in layers or [0]:
             here = site.at(layer)
-            before = stated
-            stated = self._state(here, layout)
-            if stated != before:
-                facts = self._settle(stated)
+            if depends_on_layer:
+                watched = WatchedSite.of(here)
+                before = stated
+                stated = self._state(watched, layout)
+                depends_on_layer = watched.layer_was_read
+                if stated != before:
+                    facts = self._settle(stated)
             settled[layer] = LayerAssembly(site=here, facts=facts)
         return site, settled if layers else {}
 
