@@ -17,6 +17,7 @@ from moefw.compose.batches import batch_problems
 from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.graphs import Asker, aligned_rows_problems, graph_needs, graph_problems
 from moefw.compose.machine import this_machine
+from moefw.compose.pipeline_schedule import PipelineSchedule
 from moefw.compose.registry import Registry
 from moefw.compose.routes import route_problems
 from moefw.compose.spec.origins import Origins
@@ -457,7 +458,8 @@ class _Resolution:
         model = self._find("model")
         if pipeline and model:
             with self.asking(pipeline.path, pipeline.part, "check_batches()"):
-                for problem in stage_problems(pipeline.part, model.part, layout, train):
+                schedule = PipelineSchedule(pipeline.part, layout.sizes.get("pp", 1), self.registry)
+                for problem in stage_problems(schedule, model.part, layout, train):
                     self.tell(key_path(problem.where), problem)
 
     def ask_for_graphs(self, train: TrainSpec, layout: LayoutPlan | None, *, trains: bool) -> None:
