@@ -17,7 +17,7 @@ from moefw.planner.cluster import Cluster
 from moefw.planner.time.costs import Costs, Shapes
 from moefw.planner.time.figures import figures
 from moefw.planner.time.scale import Fitted, Scale
-from moefw.planner.time.schedule import Steady
+from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.software import Implementation, Region, Software, implementation
 from moefw.planner.time.step import Rehearsal, Told, rehearse, told
 from moefw.plugins.pipelines.interleaved import Interleaved
@@ -280,7 +280,7 @@ class Predictor:
         layout = row.layout
         key = layout.pp, layout.chunks, row.software.ep_overlap, count
         if key not in self.schedules:
-            self.schedules[key] = Steady.of(row.order, layout.pp, count)
+            self.schedules[key] = Steady.of(lambda few: Played.of(row.order(few)), layout.pp, count)
         return self.schedules[key]
 
     def same(self, row: Row) -> object:

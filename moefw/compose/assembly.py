@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from moefw.compose.pipeline_schedule import PipelineSchedule
 from moefw.compose.spec.origins import Origins
 from moefw.compose.spec.sections import Spec, inner_plugins, plugin_fields
 from moefw.compose.spec.structure import plain
@@ -36,7 +37,6 @@ from moefw.core.plugin import (
 from moefw.core.records import Order
 from moefw.core.site import Site
 from moefw.runtime.pipeline.placement import Stages
-from moefw.runtime.pipeline.timeline import one_by_one
 
 if TYPE_CHECKING:
     from moefw.compose.registry import Registry
@@ -112,11 +112,12 @@ class Assembly:
 
     def order(self, micro_batches: int) -> Order:
         """Passes of each position on pp in a step of so many micro-batches."""
-        pipeline = self.parts.pipeline
-        if len(self.stages) == 1 and not pipeline.merges:
-            return [one_by_one(micro_batches)]
-        with self.registry.calling(pipeline, "order()"):
-            return pipeline.order(len(self.stages), micro_batches)
+        return self.schedule.order(micro_batches)
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """The pipeline's schedule on the ranks of pp."""
+        return PipelineSchedule(self.parts.pipeline, len(self.stages), self.registry)
 
     @property
     def notes(self) -> list[str]:

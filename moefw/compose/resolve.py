@@ -17,6 +17,7 @@ from moefw.compose.batches import batch_problems
 from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.graphs import Asker, aligned_rows_problems, graph_needs, graph_problems
 from moefw.compose.machine import this_machine
+from moefw.compose.pipeline_schedule import PipelineSchedule
 from moefw.compose.registry import Registry
 from moefw.compose.routes import route_problems
 from moefw.compose.spec.origins import Origins
@@ -26,6 +27,7 @@ from moefw.compose.spec.structure import structure
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.compose.stages import stage_problems
 from moefw.compose.updates import logits_need, update_need, with_update
+from moefw.compose.watched_site import WatchedSite
 from moefw.core.choice import Choice
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
@@ -456,7 +458,8 @@ class _Resolution:
         model = self._find("model")
         if pipeline and model:
             with self.asking(pipeline.path, pipeline.part, "check_batches()"):
-                for problem in stage_problems(pipeline.part, model.part, layout, train):
+                schedule = PipelineSchedule(pipeline.part, layout.sizes.get("pp", 1), self.registry)
+                for problem in stage_problems(schedule, model.part, layout, train):
                     self.tell(key_path(problem.where), problem)
 
     def ask_for_graphs(self, train: TrainSpec, layout: LayoutPlan | None, *, trains: bool) -> None:
@@ -504,7 +507,7 @@ class _Resolution:
     ) -> tuple[Site, dict[int, LayerAssembly]]:
         """Run the checks of the parts, and match offers and needs at every MoE layer, or once if there is none.
 
-        Equal layers share their facts.
+        Parts that do not read the number of the layer are not asked again. Equal layers share their facts.
         """
         model = self._find("model")
         parallel = self._find("parallel")
@@ -530,12 +533,16 @@ class _Resolution:
         stated: _Statements | None = None
         facts: Mapping[str, Any] = {}
         settled: dict[int, LayerAssembly] = {}
+        depends_on_layer = True
         for layer in layers or [0]:
             here = site.at(layer)
-            before = stated
-            stated = self._state(here, layout)
-            if stated != before:
-                facts = self._settle(stated)
+            if depends_on_layer:
+                watched = WatchedSite.of(here)
+                before = stated
+                stated = self._state(watched, layout)
+                depends_on_layer = watched.layer_was_read
+                if stated != before:
+                    facts = self._settle(stated)
             settled[layer] = LayerAssembly(site=here, facts=facts)
         return site, settled if layers else {}
 

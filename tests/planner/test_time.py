@@ -124,7 +124,7 @@ def test_a_schedule_as_a_graph_ends_when_its_timeline_does(
     durations = [sum(cost(*each) for each in kinds) for _, kinds in played.kinds]
     assert played.end(durations, 0.0) == pytest.approx(max(entries[-1][1] for entries in expected))
     assert played.end(durations, 0.5) > played.end(durations, 0.0)
-    steady = Steady.of(lambda count: pipeline.order(ranks, count), ranks, micro_batches)
+    steady = Steady.of(lambda count: Played.of(pipeline.order(ranks, count)), ranks, micro_batches)
     assert steady.end(lambda _, kinds: sum(cost(*each) for each in kinds), 0.0) == pytest.approx(
         played.end(durations, 0.0)
     )
@@ -136,7 +136,7 @@ def test_a_long_step_is_as_long_as_its_timeline_although_few_micro_batches_are_p
     def cost(kind: str, stage: int) -> float:
         return (1.0 if kind == "F" else 2.0) * (1.3 if stage == 7 else 1.0)
 
-    steady = Steady.of(lambda count: pipeline.order(4, count), 4, 64)
+    steady = Steady.of(lambda count: Played.of(pipeline.order(4, count)), 4, 64)
     assert steady.longer is not None
     expected = timeline(pipeline.order(4, 64), lambda action: cost(action.kind, action.stage))
     told_end = steady.end(lambda _, kinds: sum(cost(*each) for each in kinds), 0.0)
@@ -180,7 +180,9 @@ def rehearsed(
     return rehearse(
         model.positions(),
         costs,
-        steady=Steady.of(lambda count: pipeline.order(model.layout.pp, count), model.layout.pp, micro_batches),
+        steady=Steady.of(
+            lambda count: Played.of(pipeline.order(model.layout.pp, count)), model.layout.pp, micro_batches
+        ),
         micro_batches=micro_batches,
         ep_overlap=bool(runs.ep_overlap),
         offloads=False,

@@ -22,7 +22,7 @@ from moefw.planner.time.advice import Change, Option, options, overrides
 from moefw.planner.time.costs import Spent
 from moefw.planner.time.figures import figures
 from moefw.planner.time.scale import Scale, fitted
-from moefw.planner.time.schedule import Steady
+from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.step import Passes, Rehearsal, seconds_without, told
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
 
@@ -39,7 +39,7 @@ def rehearsed(ranks: int = 2, micro_batches: int = 8, merged: bool = False, **sp
     """A step of a pipeline whose passes all spend the same."""
     each = Spent(**{**COMPUTED, **spent})
     pipeline = OneForwardOneBackward()
-    steady = Steady.of(lambda count: pipeline.order(ranks, count), ranks, micro_batches)
+    steady = Steady.of(lambda count: Played.of(pipeline.order(ranks, count)), ranks, micro_batches)
     passes = Passes(forward=each, backward=each, outside_forward=Spent(), outside_backward=Spent())
     return Rehearsal(
         passes=(passes,) * ranks,

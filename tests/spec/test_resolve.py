@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from attrs import frozen
+from attrs import asdict, evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
@@ -40,16 +40,39 @@ class TestParts:
         assert [layer.site.layer for layer in layers.values()] == [2, 3, 4]
         assert layers[2].facts is layers[3].facts is layers[4].facts
 
-    def test_a_part_may_speak_differently_at_each_layer(self) -> None:
+    @pytest.mark.parametrize(
+        "number",
+        [
+            pytest.param(lambda site: site.layer, id="read"),
+            pytest.param(lambda site: asdict(site, recurse=False)["layer"], id="read of its fields"),
+            pytest.param(lambda site: evolve(site, trains=False).layer, id="read of a copy"),
+            pytest.param(lambda site: [site.at(layer) == site for layer in range(4)].index(True), id="compared"),
+        ],
+    )
+    def test_a_part_may_speak_differently_at_each_layer(self, number: Callable[[Site], int]) -> None:
         @frozen
         class Picky(Plain):
             name: ClassVar[str] = "picky"
 
             def offers(self, site: Site) -> moefw.Offers:
-                return {**super().offers(site), "row_alignment": (8 << site.layer // 2,)}
+                return {**super().offers(site), "row_alignment": (8 << number(site) // 2,)}
 
         layers = resolved("dispatch: {use: picky}", registry=registry(dispatchers=[Picky])).layers
         assert [layer.facts["row_alignment"] for layer in layers.values()] == [8, 8, 16, 16]
+
+    def test_parts_that_do_not_read_the_number_of_a_layer_are_asked_at_one(self) -> None:
+        asked = []
+
+        @frozen
+        class Counted(Plain):
+            name: ClassVar[str] = "counted"
+
+            def needs(self, site: Site) -> Sequence[moefw.Need]:
+                asked.append(site.dims)
+                return ()
+
+        assert len(resolved("dispatch: {use: counted}", registry=registry(dispatchers=[Counted])).layers) == 4
+        assert len(asked) == 1
 
     def test_a_model_without_moe_layers_has_none_and_is_checked_all_the_same(self) -> None:
         assert resolved("model: {num_layers: 2, num_dense_layers: 2}").layers == {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import comb
+from operator import attrgetter
 from typing import Final
 
 from attrs import field, fields, frozen
@@ -23,6 +24,8 @@ DISPATCH: Final = "dispatch"
 ATTENTION: Final = "core_attn"
 OUTSIDE: Final = "outside"
 SEND: Final = "send"
+NO_KERNELS: Final = Kernels()
+NO_REGION: Final = Region()
 UNLIMITED: Final = 2**30
 """GPUs that a link connects that connects all of a cluster."""
 
@@ -48,7 +51,7 @@ class Shapes:
     itemsize: float = 2.0
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class Spent:
     """Seconds of the GPU by category, launches of the host, and kernels of CUDA graphs. ``wgrad``: of the products.
 
@@ -75,7 +78,8 @@ class Spent:
 
     def plus(self, other: Spent, times: float = 1.0) -> Spent:
         """Sum of this and ``times`` the other."""
-        return Spent(**{name: getattr(self, name) + times * getattr(other, name) for name in NAMES})
+        sums = (own + times * more for own, more in zip(VALUES(self), VALUES(other), strict=True))
+        return Spent(**dict(zip(NAMES, sums, strict=True)))
 
     def times(self, factor: float) -> Spent:
         """This, so many times."""
@@ -83,6 +87,8 @@ class Spent:
 
 
 NAMES: Final = tuple(each.name for each in fields(Spent))
+VALUES: Final = attrgetter(*NAMES)
+"""The values of what is spent, in the order of their names."""
 
 
 def is_attention(product: Product, region: str) -> bool:
@@ -174,13 +180,13 @@ class Costs:
             return None
         if self.software.fused_grouped_mlp and work.region in self.implementation.fused_grouped_mlp:
             return self.implementation.fused_grouped_mlp[work.region]
-        return regions.get(work.region, Region())
+        return regions.get(work.region, NO_REGION)
 
     def _kernels_of_dispatcher(self, work: Work) -> Kernels:
         """What the dispatcher adds to its region."""
         region = self.implementation.dispatchers.get(self.shapes.dispatcher)
         if region is None or work.region != DISPATCH or self.shapes.ep == 1:
-            return Kernels()
+            return NO_KERNELS
         return self._pass(work, region)
 
     def _pass(self, work: Work, region: Region) -> Kernels:
@@ -303,7 +309,7 @@ def _values(work: Work) -> tuple[float, float, float]:
 
 def total(spent: Iterable[tuple[int, Spent]]) -> Spent:
     """Sum of what layers spend, each so many times."""
-    together = Spent()
+    sums = [0.0] * len(NAMES)
     for times, each in spent:
-        together = together.plus(each, times)
-    return together
+        sums = [own + times * more for own, more in zip(sums, VALUES(each), strict=True)]
+    return Spent(**dict(zip(NAMES, sums, strict=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 from attrs import evolve, frozen
@@ -18,7 +19,7 @@ from moefw.planner.time.figures import figures
 from moefw.planner.time.likeness import Bar, Inputs
 from moefw.planner.time.rates import format_of
 from moefw.planner.time.scale import Scale, fitted
-from moefw.planner.time.schedule import Steady
+from moefw.planner.time.schedule import Steady, played
 from moefw.planner.time.software import Software
 from moefw.planner.time.step import Rehearsal, Told, rehearse, seconds_without, told
 
@@ -175,7 +176,7 @@ def forecast(
     rehearsal = rehearse(
         plan.positions,
         costs,
-        steady=Steady.of(assembly.order, sum(len(position.at) for position in plan.positions), plan.micro_batches),
+        steady=Steady.of(partial(played, assembly.schedule), len(assembly.stages), plan.micro_batches),
         micro_batches=plan.micro_batches,
         ep_overlap=bool(runs.ep_overlap),
         offloads=bool(runs.offload),

@@ -5,88 +5,91 @@ It plays the same lists as :func:`moefw.runtime.pipeline.timeline.timeline`, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import cached_property
+from array import array
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from typing import Final
 
 from attrs import frozen
 
-from moefw.core.records import Action, Entry, Order
+from moefw.compose.pipeline_schedule import PipelineSchedule
+from moefw.core.records import Order
 from moefw.runtime.pipeline.timeline import made, needs
 
 ROUNDS: Final = 2
 """Multiples of a pipeline's positions after which each further micro-batch takes as long as the last."""
-
+REMEMBERED: Final = 512
+"""Steps of schedules whose graphs are remembered, each of a few bytes a pass."""
 
 Key = tuple[int, tuple[tuple[str, int], ...]]
 """A position, and the kind and stage of each pass that runs there at a time: what durations depend on."""
 
 
 @frozen
-class Node:
-    """A pass or a pair: of which ``kind`` it is, and the nodes before it, with whether there is way between."""
-
-    kind: int
-    before: tuple[tuple[int, bool], ...]
-
-
-@frozen
 class Played:
-    """An order as a graph. ``kinds``: those of its nodes."""
+    """An order as a graph: its passes and pairs, called nodes, in an order in which they can run.
+
+    ``kinds``: what durations depend on. ``kind_of``: the number of each node's kind. ``awaited``: for each node, two
+    numbers of nodes at other positions that it waits for, counted from 1; 0: the begin of the step. It also waits for
+    the node before it at its own position, and with that for all that ran there.
+    """
 
     kinds: tuple[Key, ...]
-    nodes: tuple[Node, ...]
+    kind_of: array[int]
+    awaited: tuple[array[int], array[int]]
     positions: int
 
     @classmethod
     def of(cls, order: Order) -> Played:
         """Graph of an order that can be played to its end."""
-        last = max(action.stage for entries in order for entry in entries for action in entry.passes)
-        kinds: dict[Hashable, int] = {}
+        position_of = {action.stage: at for at, listed in enumerate(order) for one in listed for action in one.passes}
+        last = max(position_of)
+        kinds: dict[Key, int] = {}
         numbers: dict[tuple[str, int, int], int] = {}
-        at_of: dict[tuple[str, int, int], int] = {}
-        nodes: list[Node] = []
+        kind_of = array("i")
+        awaited = array("i"), array("i")
         done = [0] * len(order)
-        latest = [-1] * len(order)
         moved = True
         while moved:
             moved = False
             for at, entries in enumerate(order):
                 while done[at] < len(entries):
                     entry = entries[done[at]]
-                    own = set(map(made, entry.passes))
-                    waits = [need for need in needs(entry, last) if need not in own]
-                    if any(need not in numbers for need in waits):
+                    before = [numbers.get(need, 0) for need in needs(entry, last) if position_of[need[1]] != at]
+                    if 0 in before:
                         break
-                    kind = kinds.setdefault((at, _kinds_of(entry)), len(kinds))
-                    before = [(numbers[need], at_of[need] != at) for need in waits]
-                    if latest[at] >= 0:
-                        before.append((latest[at], False))
-                    for what in own:
-                        numbers[what] = len(nodes)
-                        at_of[what] = at
-                    latest[at] = len(nodes)
-                    nodes.append(Node(kind, tuple(before)))
+                    first, second = (*before, 0, 0)[:2]
+                    awaited[0].append(first)
+                    awaited[1].append(second)
+                    key = at, tuple([(action.kind, action.stage) for action in entry.passes])
+                    kind_of.append(kinds.setdefault(key, len(kinds)))
+                    numbers.update(dict.fromkeys(map(made, entry.passes), len(kind_of)))
                     done[at] += 1
                     moved = True
-        return cls(tuple(kinds), tuple(nodes), len(order))  # type: ignore[arg-type]
+        return cls(tuple(kinds), kind_of, awaited, len(order))
 
     def end(self, durations: list[float], way: float) -> float:
         """End of the last pass, if passes of each kind take so long, and the way between positions ``way``."""
-        ends: list[float] = []
-        for node in self.nodes:
-            start = 0.0
-            for number, is_away in node.before:
-                ready = ends[number] + way if is_away else ends[number]
-                if ready > start:
-                    start = ready
-            ends.append(start + durations[node.kind])
-        return max(ends)
+        positions = [at for at, _ in self.kinds]
+        free = [0.0] * self.positions
+        arrivals = [0.0]
+        for kind, first, second in zip(self.kind_of, *self.awaited, strict=True):
+            at = positions[kind]
+            start = free[at]
+            if arrivals[first] > start:
+                start = arrivals[first]
+            if arrivals[second] > start:
+                start = arrivals[second]
+            end = start + durations[kind]
+            free[at] = end
+            arrivals.append(end + way)
+        return max(free)
 
 
-def _kinds_of(entry: Entry) -> tuple[tuple[str, int], ...]:
-    passes: tuple[Action, ...] = entry.passes
-    return tuple((action.kind, action.stage) for action in passes)
+@lru_cache(REMEMBERED)
+def played(schedule: PipelineSchedule, micro_batches: int) -> Played:
+    """Graph of a step of a schedule."""
+    return Played.of(schedule.order(micro_batches))
 
 
 @frozen(slots=False)
@@ -103,13 +106,13 @@ class Steady:
     """Micro-batches beyond those of ``shorter``."""
 
     @classmethod
-    def of(cls, order: Callable[[int], Order], positions: int, micro_batches: int) -> Steady:
-        """Time of a step whose order is ``order(micro_batches)``."""
+    def of(cls, graph: Callable[[int], Played], positions: int, micro_batches: int) -> Steady:
+        """Time of a step whose graph is ``graph(micro_batches)``."""
         few = ROUNDS * positions
         if micro_batches <= few + positions or micro_batches % positions:
-            return cls(Played.of(order(micro_batches)), None)
-        shorter = Played.of(order(few))
-        longer = Played.of(order(few + positions))
+            return cls(graph(micro_batches), None)
+        shorter = graph(few)
+        longer = graph(few + positions)
         return cls(shorter, longer, between=positions, further=micro_batches - few)
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Final, Literal
 
@@ -86,8 +87,9 @@ def names() -> list[str]:
     return data_files.names(FOLDER)
 
 
+@cache
 def implementation(name: str) -> Implementation:
-    """Implementation of a name, or in a file. Raises SpecError with every problem of the file."""
+    """Implementation of a name, or in a file, which is read once. Raises SpecError with every problem of the file."""
     return data_files.read(Implementation, FOLDER, name, option="implementation", called="implementation")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Final
 
 from attrs import evolve, fields, frozen
@@ -18,7 +19,7 @@ ROUNDING: Final = 1e-9
 """Share of a step below which a difference of sums is none."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class Passes:
     """What a micro-batch spends at a position, in seconds of the figures: in its layers, and outside of them."""
 
@@ -136,8 +137,9 @@ def rehearse(
 def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     """Time of a rehearsed step, with fitted numbers. ``factor``: of software that is not what they were fitted to."""
     factor *= rehearsal.factor
+    together = cache(scale.together)  # of passes, few of which differ
     seconds = {
-        key: scale.together(spent, is_merged=rehearsal.all_merged or len(key[1]) > 1)
+        key: together(spent, is_merged=rehearsal.all_merged or len(key[1]) > 1)
         for key, spent in rehearsal.spent.items()
     }
     played = rehearsal.steady.end(lambda *key: seconds[key], rehearsal.way)
@@ -238,23 +240,27 @@ def _spent(passes: Sequence[Passes], keys: Sequence[Key], chunks: int) -> Mappin
     for at, kinds in keys:
         stages.setdefault(at, set()).update(stage for _, stage in kinds)
     last = max(max(each) for each in stages.values())
+
+    @cache
+    def spent_of(passes: Passes, shares: tuple[tuple[str, float], ...]) -> Spent:
+        return total((1, _of_stage(passes, kind, 1 / chunks, share)) for kind, share in shares)
+
     found: dict[Key, Spent] = {}
     for at, kinds in keys:
         end = last if last in stages[at] else 0 if 0 in stages[at] else None
-        spent = Spent()
-        for kind, stage in kinds:
-            layers, outside = passes[at].forward, passes[at].outside_forward
-            if kind != "F":
-                layers, outside = passes[at].backward, passes[at].outside_backward
-            share = 1 / chunks if end is None else float(stage == end)
-            one = layers.times(1 / chunks).plus(outside, share)
-            if kind == "I":
-                one = without_wgrads(one)
-            elif kind == "W":
-                one = only_wgrads(one)
-            spent = spent.plus(one)
-        found[at, kinds] = spent
+        shares = tuple((kind, 1 / chunks if end is None else float(stage == end)) for kind, stage in kinds)
+        found[at, kinds] = spent_of(passes[at], shares)
     return found
+
+
+def _of_stage(passes: Passes, kind: str, layers: float, outside: float) -> Spent:
+    """What a pass of a kind spends with such shares of the position's layers, and of what is outside of them."""
+    if kind == "F":
+        return passes.forward.times(layers).plus(passes.outside_forward, outside)
+    backward = passes.backward.times(layers).plus(passes.outside_backward, outside)
+    if kind == "I":
+        return without_wgrads(backward)
+    return only_wgrads(backward) if kind == "W" else backward
 
 
 def without_wgrads(spent: Spent) -> Spent:
