@@ -14,16 +14,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from moefw.models.huggingface.families import sections_of
 from moefw.models.presets import preset_sections
 from moefw.planner.cluster import Cluster
-from moefw.planner.report import AGAIN, Position, Product, Transfer, Work, model_flops
+from moefw.planner.report import AGAIN, OnHost, Position, Product, Transfer, Work, model_flops
 
 BF16: Final = 2
 OPTIMIZER_BYTES: Final = 30
 """Bytes that an update reads and writes for each element: gradient, master and two moments in fp32, weight in bf16."""
+STATES_BYTES: Final = 12
+"""Bytes of the states of an element: master and two moments in fp32."""
 
 
 @frozen(kw_only=True)
@@ -140,7 +142,10 @@ def _linears(sizes: Sizes) -> Iterator[tuple[str, int, int, bool]]:
 
 @frozen(kw_only=True)
 class Rows:
-    """What a rank computes in a micro-batch: sequences of ``length`` tokens, with operands of ``dtype``."""
+    """What a rank computes in a micro-batch: sequences of ``length`` tokens, with operands of ``dtype``.
+
+    ``states_on_host``: whether the optimizer's states wait in host memory from step to step.
+    """
 
     sizes: Sizes
     layout: Layout
@@ -149,6 +154,7 @@ class Rows:
     dtype: str
     recompute: tuple[str, ...] = ()
     dispatcher: str = "alltoall"
+    states_on_host: bool = False
 
     @property
     def tokens(self) -> int:
@@ -328,7 +334,9 @@ class Rows:
         )
         yield _work(None, 1, "outside", "gradients", (), sums)
         updated = plain / dense_ranks + experts / layout.expert_dp
-        yield _work(None, 1, "outside", "optimizer", (), (), nbytes=round(OPTIMIZER_BYTES * updated))
+        states = round(STATES_BYTES * updated) if self.states_on_host else 0
+        update = _work(None, 1, "outside", "optimizer", (), (), nbytes=round(OPTIMIZER_BYTES * updated))
+        yield evolve(update, on_host=OnHost(out=states, back=states))
         if self.dtype != "bfloat16":
             yield _work(None, 1, "outside", "once", (), (), nbytes=4 * (plain + experts))
 

@@ -57,6 +57,8 @@ RECOMPUTED: Final[Mapping[str, tuple[str, ...]]] = {
     "act": (),
 }
 """Regions that Megatron's modules of recompute are; activations alone are a few passes, which are left out."""
+STATES: Final = "optimizer states"
+"""What a row offloads that is no module."""
 
 
 @frozen(slots=False)
@@ -125,9 +127,14 @@ class Row:
             ep_overlap=(self["ep_overlap"] or self.overlap) == "true",
             fused_grouped_mlp="fused grouped MLP" in known or (is_full and not says),
             fp8_attention="fp8 attention" in known or (is_full and not says and self.is_narrow),
-            offload=tuple(filter(None, self["offload"].split("+"))),
+            offload=tuple(module for module in self._offload if module != STATES),
         )
         return evolve(software, **self.changes)
+
+    @property
+    def _offload(self) -> Sequence[str]:
+        """What waits in host memory: modules of Megatron, or the optimizer's states."""
+        return [*filter(None, self["offload"].split("+"))]
 
     @property
     def is_narrow(self) -> bool:
@@ -186,6 +193,7 @@ class Row:
             dtype=DTYPES[self["precision"]],
             recompute=recompute,
             dispatcher=self["dispatcher"] or "alltoall",
+            states_on_host=STATES in self._offload,
         )
 
     @property
@@ -234,7 +242,6 @@ class Row:
             steady=predictor.steady(self, count),
             micro_batches=count,
             ep_overlap=bool(software.ep_overlap),
-            offloads=bool(software.offload),
         )
 
 

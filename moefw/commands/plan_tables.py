@@ -11,6 +11,7 @@ from moefw.planner.comparison import Comparison
 from moefw.planner.prediction import Prediction
 from moefw.planner.report import Ledger
 from moefw.planner.sheets import GIGA, Sheet, on_cluster_in_words, sheets, step_in_words, time_of_step, what_to_try
+from moefw.planner.time.forecast import HOW_TO_ADD
 
 
 def show(plan: Ledger) -> None:
@@ -51,7 +52,8 @@ def _show_on_cluster(prediction: Prediction) -> None:
     lines = on_cluster_in_words(circumstances.cluster, circumstances.cluster_name, prediction.plan)
     click.echo("\n" + "\n".join(lines))
     if prediction.lacking:
-        click.echo(f"\nThe time of a step is not predicted: the cluster has no {', '.join(prediction.lacking)}.")
+        lacking = ", ".join(prediction.lacking)
+        click.echo(f"\nThe time of a step is not predicted: the cluster has no {lacking}. {HOW_TO_ADD}")
     if prediction.time is not None:
         show_sheet(time_of_step(prediction.time))
         click.echo("\n" + "\n".join(step_in_words(prediction.time)))

@@ -159,11 +159,26 @@ class Link:
 
 
 @frozen(kw_only=True)
+class HostLink:
+    """The link between a GPU and the memory of its host. ``gb_per_s``: of page-locked memory, in each direction.
+
+    It is the slower direction, while all GPUs of the host copy. ``latency_us``: of a copy.
+    """
+
+    gb_per_s: Figure
+    latency_us: Figure
+
+
+@frozen(kw_only=True)
 class Links:
-    """The links of a GPU: inside a node, or a rack that is one node, and between nodes. None: there is none."""
+    """The links of a GPU: inside a node, or a rack that is one node, between nodes, and to its host.
+
+    None: there is none. A rank in the threads of a processor is its own host.
+    """
 
     node: Link | None = None
     network: Link | None = None
+    host: HostLink | None = None
 
 
 @frozen(kw_only=True)
@@ -185,6 +200,8 @@ class Cluster:
     """Microseconds of the host for a step of a model with few layers, without its passes."""
     host_cores: Figure | None = None
     """Cores of the host for each GPU."""
+    host_memory_gb_per_s: Figure | None = None
+    """What the host reads and writes of its memory in a second, for each GPU."""
     usd_per_gpu_hour: Figure | None = None
 
     @property

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from moefw.core.contracts import Layout
 from moefw.core.stages import ExpertBatch
-from moefw.planner.report import AGAIN, Product, Transfer, Work
+from moefw.planner.report import AGAIN, OnHost, Product, Transfer, Work
 from moefw.recording.collectives import WAIT, collective_of
 from moefw.recording.patches import Mode, fake_mode, holds_dtensor
 from moefw.recording.places import Place
@@ -48,6 +48,7 @@ _EXPERTS: Final = "experts"
 _UNWRITTEN: Final = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
 _INTO_THE_GATHERED: Final = "fsdp::all_gather_copy_in"
 """Writes of its output, which has room for all ranks, only the place of this rank."""
+_COPIES: Final = (aten.copy_, aten._to_copy, aten.clone)
 _LOOKUPS: Final = (aten.embedding, aten.gather, aten.index, aten.index_select)
 """Operators that read of their first tensor only what they return."""
 
@@ -60,6 +61,7 @@ class _Done:
     transfers: Counter[Transfer] = Factory(Counter)
     operators: int = 0
     nbytes: int = 0
+    on_host: OnHost = OnHost()
 
 
 @frozen
@@ -173,7 +175,23 @@ class Operations(Mode):
         elif operator is aten._to_copy and not self._products_of_codes.isdisjoint(self.recorder.of(args[:1])):
             pass  # the product writes it
         elif operator not in _UNWRITTEN:
+            self._read_and_written(func, args, kwargs, result)
+
+    def _read_and_written(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note an operator that is no product and no transfer: on the GPU, on its host, or a copy between them."""
+        is_off_device = self.recorder.is_off_device
+        if not any(map(is_off_device, tensors_in((args, kwargs, result)))):
             self.moved(_moved(func, args, kwargs, result))
+            return
+        on_host = OnHost(nbytes=_moved(func, args, kwargs, result))
+        if func.overloadpacket in _COPIES:
+            *_, source = tensors_in(args)
+            if not is_off_device(source):
+                on_host = OnHost(copies=1, out=_nbytes(source))
+            elif not is_off_device(result):
+                on_host = OnHost(copies=1, back=_nbytes(source))
+        done = self._done_here()
+        done.on_host = done.on_host.plus(on_host)
 
     def _note_form(self, codes: Codes, result: Any) -> None:
         """Note a tensor that is another form of codes."""
@@ -241,13 +259,14 @@ class Operations(Mode):
 
     @contextmanager
     def grown(self, times: float) -> Iterator[None]:
-        """Note the operators of this block with so many times the bytes that they read and write."""
-        before = {key: done.nbytes for key, done in self._done.items()}
+        """Note the operators of this block with so many times the bytes that they read, write and copy."""
+        before = {key: (done.nbytes, done.on_host) for key, done in self._done.items()}
         with self:
             yield
         for key, done in self._done.items():
-            known = before.get(key, 0)
-            done.nbytes = known + round(times * (done.nbytes - known))
+            nbytes, on_host = before.get(key, (0, OnHost()))
+            done.nbytes = nbytes + round(times * (done.nbytes - nbytes))
+            done.on_host = on_host.plus(done.on_host.plus(on_host, -1), times)
 
     def _done_here(self) -> _Done:
         """Record of the running place and phase."""
@@ -372,6 +391,7 @@ class Operations(Mode):
                 transfers=tuple(evolve(transfer, times=times) for transfer, times in done.transfers.items()),
                 operators=done.operators,
                 nbytes=done.nbytes,
+                on_host=done.on_host,
             )
 
 

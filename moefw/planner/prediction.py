@@ -18,7 +18,7 @@ from moefw.planner.report import Ledger
 from moefw.planner.sheets import on_cluster
 from moefw.planner.time import software
 from moefw.planner.time.advice import Advice, advice
-from moefw.planner.time.forecast import Forecast, forecast, lacks
+from moefw.planner.time.forecast import HOW_TO_ADD, Forecast, forecast, lacks
 from moefw.planner.time.software import Software
 
 
@@ -106,11 +106,11 @@ def predict(assembly: Assembly, circumstances: Circumstances, cache: Path) -> Pr
     """Prediction of a spec. ``cache``: folder of earlier ledgers. Raises SpecError for time that cannot be told."""
     plan = ledger(assembly, cache=cache)
     cluster = circumstances.cluster
-    lacking = () if cluster is None else tuple(lacks(cluster, plan))
+    lacking = () if cluster is None else tuple(lacks(cluster, plan, circumstances.runs))
     if lacking and circumstances.needs_time:
         name = circumstances.cluster_name
         what = f"--as and --skew: the cluster {name} has no {', '.join(lacking)}, which time needs."
-        raise SpecError(what, "Name a cluster that has it, or calibrate this machine again.")
+        raise SpecError(what, HOW_TO_ADD)
     return Prediction(
         assembly=assembly,
         plan=plan,

@@ -114,12 +114,31 @@ class Transfer:
 
 
 @frozen(kw_only=True)
+class OnHost:
+    """What goes over the link between a GPU and its host, and what the host computes, in bytes.
+
+    ``out`` and ``back``: to the host's memory and from it, in so many ``copies``. ``nbytes``: what operators of the
+    host read and write there, each by itself.
+    """
+
+    copies: int = 0
+    out: int = 0
+    back: int = 0
+    nbytes: int = 0
+
+    def plus(self, other: OnHost, times: float = 1.0) -> OnHost:
+        """Sum of this and ``times`` the other."""
+        names = [field.name for field in fields(OnHost)]
+        return OnHost(**{name: getattr(self, name) + round(times * getattr(other, name)) for name in names})
+
+
+@frozen(kw_only=True)
 class Work:
     """What a micro-batch does in a region of one layer, which stands for ``layers``; None: outside of layers.
 
     ``phase``: ``forward``, ``backward``, ``recompute``; or done once a step, for all its micro-batches: ``once`` in
     one of them, ``gradients``, their sums over ranks and their norm, and ``optimizer``, clipping and the update.
-    ``operators``: all others, with the bytes that they read and write, each by itself.
+    ``operators``: all others on the GPU, with the bytes that they read and write, each by itself.
     """
 
     layer: int | None
@@ -130,12 +149,13 @@ class Work:
     transfers: tuple[Transfer, ...]
     operators: int
     nbytes: int
+    on_host: OnHost = OnHost()
 
     @property
     def launches(self) -> int:
-        """All operators, products and transfers among them."""
+        """All operators on the GPU, products, transfers and copies among them."""
         products = sum(product.times for product in self.products)
-        return self.operators + products + sum(transfer.times for transfer in self.transfers)
+        return self.operators + products + sum(transfer.times for transfer in self.transfers) + self.on_host.copies
 
 
 def model_flops(work: Iterable[Work]) -> int:
@@ -243,4 +263,5 @@ def work_of(data: Mapping[str, Any]) -> Work:
     values = dict(data)
     values["products"] = tuple(Product(**{**row, "shape": tuple(row["shape"])}) for row in data["products"])
     values["transfers"] = tuple(Transfer(**row) for row in data["transfers"])
+    values["on_host"] = OnHost(**data["on_host"])
     return Work(**values)

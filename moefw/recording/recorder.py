@@ -122,7 +122,7 @@ class Recorder(Mode):
 
     def is_off_device(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in host memory."""
-        return _storages(tensor) <= self._off_device
+        return bool(self._off_device) and _storages(tensor) <= self._off_device
 
     def alive(self, moment: int) -> Iterator[Life]:
         """Yield the storages in use at a moment."""

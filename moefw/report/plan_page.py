@@ -20,7 +20,7 @@ from moefw.planner.sheets import (
     step_in_words,
     work_by_pass,
 )
-from moefw.planner.time.forecast import Forecast
+from moefw.planner.time.forecast import HOW_TO_ADD, Forecast
 from moefw.report.blocks import Bars, Block, Facts, Section, Table, Words, bars
 from moefw.report.rendering import rendered
 from moefw.report.words import count, duration, several, share, size
@@ -88,7 +88,8 @@ def _answer(prediction: Prediction) -> Section:
     if plan.unknown:
         blocks.append(Words([f"The peak and the work are unknown: {plan.unknown}"], quiet=True))
     if prediction.lacking:
-        blocks.append(Words([f"No time of a step: the cluster has no {several(prediction.lacking)}."], quiet=True))
+        what = f"No time of a step: the cluster has no {several(prediction.lacking)}. {HOW_TO_ADD}"
+        blocks.append(Words([what], quiet=True))
     if prediction.budget is not None:
         blocks.append(Words(prediction.budget.in_words().splitlines()))
     return Section("outcome", "Outcome", blocks)

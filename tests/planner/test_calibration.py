@@ -21,14 +21,19 @@ from moefw.planner.calibration.alone import (
     BACKWARD,
     COPY,
     FORWARD,
+    FROM_HOST,
+    HOST_COPY,
     LAUNCH,
     LAYER,
+    SMALL_TO_HOST,
     STEP,
+    TO_HOST,
     Heads,
     Measurement,
     Shape,
     Sizes,
     measurements,
+    of_host_link,
 )
 from moefw.planner.calibration.clocks import GpuClock, HostClock, calls_of_a_repeat
 from moefw.planner.calibration.links import groups_of, link_measurements, opened
@@ -146,6 +151,26 @@ def test_figures_are_what_was_computed_over_the_time_that_it_took() -> None:
 
 # Each measurement calls twice for the number of calls, and then five times as many.
 CALLS = 1 + 1 + 5
+
+
+@pytest.mark.usefixtures("a_second_each")
+def test_the_link_to_the_host_is_measured_both_ways_by_copies_that_the_host_does_not_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned = []
+    zeros = torch.zeros
+    monkeypatch.setattr(alone, "is_gpu", lambda _: True)
+    monkeypatch.setattr(
+        torch, "zeros", lambda *size, pin_memory=False, **of: (pinned.append(pin_memory), zeros(*size))[1]
+    )
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *tensors, non_blocking=False: copies.append(non_blocking))
+    value = {each.name: each.read().value for each in of_host_link(Seconds(), CPU, 4096, 4)}
+    assert value[TO_HOST] == value[FROM_HOST] == pytest.approx(4096 / 1e9)
+    assert value[SMALL_TO_HOST] == pytest.approx(1e6)
+    assert value[HOST_COPY] == pytest.approx(2 * 4096 / 1e9)
+    assert pinned == 3 * [False, True]  # on the GPU, and on its host
+    assert copies == [True] * 3 * CALLS + [False] * CALLS
 
 
 @pytest.mark.usefixtures("a_second_each")
@@ -398,6 +423,7 @@ def values(*, failed: Sequence[str] = ()) -> Readings:
         for format in ("fp32", "bf16")
         for phase in ("forward", "backward")
     ]
+    names += [FROM_HOST, TO_HOST, SMALL_TO_HOST, HOST_COPY]
     return Readings(
         of={
             name: Reading(value=float(n), spread=0.0123, repeats=n)
@@ -442,6 +468,10 @@ def test_readings_become_figures_that_say_how_they_were_measured() -> None:
     assert node.collectives.reduce_scatter is not None
     assert node.collectives.reduce_scatter.latency_us.value == 17.0
     assert node.collectives.reduce_scatter.gb_per_s.value == 18.0
+    to_host = cluster.links.host
+    assert to_host is not None
+    of_host = (to_host.gb_per_s, to_host.latency_us, cluster.host_memory_gb_per_s)
+    assert [figure and figure.value for figure in of_host] == [27.0, 29.0, 30.0]  # the slower direction is 27
 
 
 def test_what_could_not_be_measured_is_left_out() -> None:

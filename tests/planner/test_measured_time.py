@@ -178,6 +178,19 @@ def test_everything_that_a_rank_does_takes_its_threads_one_after_the_other() -> 
         assert "kernel gaps" not in step.categories
 
 
+def test_what_a_laptop_offloads_is_copied_in_its_own_memory() -> None:
+    tree = {**TREE, "memory": [{"use": "offload", "regions": ["attention"], "min_bytes": 1}]}
+    assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=1, machine=Machine(device="cpu"))
+    plan_of_one = ledger(assembly)
+    on = with_gpu(passes=(Pass(nbytes=1 << 16, tb_per_s=figure(0.02)),))
+    assert lacks(on, plan_of_one) == []
+    step = forecast(assembly, plan_of_one, on, "laptop", Software()).told
+    read_and_written = 2 * plan_of_one.totals["offloaded"]
+    ways = 2 * plan_of_one.micro_batches
+    assert step.categories["offloading"] == pytest.approx(ways * read_and_written / 0.02e12)
+    assert step.step_s == pytest.approx(sum(step.categories.values()))
+
+
 def test_a_gpu_that_was_measured_computes_beside_its_host_and_its_links() -> None:
     gpu = with_gpu(threads=None)
     step = told(gpu).told

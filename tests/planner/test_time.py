@@ -16,17 +16,18 @@ from click.testing import CliRunner
 import closed_form
 from closed_form import Layout, Rows, Sizes
 from moefw.commands.plan import plan
+from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.planner import Ledger, cluster, ledger
-from moefw.planner.cluster import Cluster, Links
+from moefw.planner.cluster import Cluster, HostLink, Links
 from moefw.planner.data_files import Figure
 from moefw.planner.time import likeness, software
 from moefw.planner.time.costs import Costs, Shapes, distinct, places_of_token
 from moefw.planner.time.figures import figures
-from moefw.planner.time.forecast import forecast
+from moefw.planner.time.forecast import forecast, lacks
 from moefw.planner.time.scale import GLOBAL, Scale, fitted
 from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.software import Software
@@ -185,7 +186,6 @@ def rehearsed(
         ),
         micro_batches=micro_batches,
         ep_overlap=bool(runs.ep_overlap),
-        offloads=False,
     )
 
 
@@ -203,6 +203,7 @@ def halved(figure: Figure) -> Figure:
 
 H100 = with_launches(cluster.read("h100"), 6.0)
 GPU = H100.gpu
+OFFLOADS = Software(implementation="megatron", graphs="none", ep_overlap=False, offload=("expert_fc1", "moe_act"))
 PLANTED = {
     "a peak": (
         evolve(H100, gpu=evolve(GPU, peak_tflops=evolve(GPU.peak_tflops, fp8=halved(GPU.peak_tflops.fp8)))),  # type: ignore[arg-type]
@@ -217,20 +218,25 @@ PLANTED = {
     ),
     "memory": (evolve(H100, gpu=evolve(GPU, memory_tb_per_s=halved(GPU.memory_tb_per_s))), {"memory passes": 2.0}),
     "the launch cost": (with_launches(H100, 3.0), {"host launches": 0.5}),
+    "the link to the host": (
+        evolve(H100, links=evolve(H100.links, host=evolve(H100.links.host, gb_per_s=halved(H100.links.host.gb_per_s)))),
+        {"offloading": 2.0},
+    ),
 }
 MAY_MOVE = {
     "a peak": {"experts", "products"},
     "the link between nodes": {"expert transfers", "sums of gradients", "other transfers"},
     "memory": {"memory passes", "optimizer", "products", "experts"},
     "the launch cost": {"host launches"},
+    "the link to the host": {"offloading"},
 }
 
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_halves_in_a_cluster_moves_its_category_and_no_other(what: str) -> None:
     changed, expected = PLANTED[what]
-    before = step(H100)
-    after = step(changed)
+    before = step(H100, runs=OFFLOADS)
+    after = step(changed, runs=OFFLOADS)
     for name, seconds in before.categories.items():
         ratio = after.categories[name] / seconds
         if name in expected:
@@ -244,7 +250,7 @@ def test_more_of_anything_never_shortens_a_step() -> None:
     scale = Scale.of(fitted(), H100, figures())
     rehearsal = rehearsed(H100)
     base = told(rehearsal, scale).step_s
-    for name in ("passes", "launches", "expert_transfers", "tensor_transfers", "gathers", "experts"):
+    for name in ("passes", "launches", "expert_transfers", "tensor_transfers", "gathers", "experts", "stores"):
         more = {
             key: evolve(spent, **{name: 1.1 * getattr(spent, name) + 1e-3}) for key, spent in rehearsal.spent.items()
         }
@@ -372,19 +378,79 @@ def test_shards_that_travel_once_a_step_take_time() -> None:
     assert found.told.categories["sums of gradients"] > 0
 
 
-def test_activations_that_the_spec_offloads_cost_a_share_of_the_step() -> None:
+def offloading(policy: dict[str, Any]) -> tuple[Assembly, Ledger]:
+    """A spec of two micro-batches with a policy that offloads, and its plan."""
     tree = {
         "model": {"preset": "qwen3-30b-a3b-tiny"},
         "precision": {"use": "bf16"},
-        "memory": [{"use": "offload", "regions": ["attention"]}],
+        "memory": [policy],
         "train": {"seq_len": 64, "micro_batch": 1, "tokens_per_step": 2 * 64},
         "run": {"device": "cpu"},
     }
     assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=1, machine=Machine(device="cpu"))
-    plan = ledger(assembly)
-    keeps = evolve(assembly, parts=evolve(assembly.parts, memory=()))
-    step, kept = (forecast(each, plan, H100, "h100", Software()).told.step_s for each in (assembly, keeps))
-    assert step / kept == pytest.approx(figures().offload_times.value)
+    return assembly, ledger(assembly)
+
+
+def with_host(gb_per_s: float, memory_gb_per_s: float = 70.0) -> Cluster:
+    """An H100 with a link to its host, whose copies take their bytes alone."""
+    known = H100.links.host
+    assert known is not None
+    link = HostLink(gb_per_s=evolve(known.gb_per_s, value=gb_per_s), latency_us=evolve(known.latency_us, value=1e-9))
+    memory = Figure(value=memory_gb_per_s, estimated="for a test")
+    return evolve(H100, links=evolve(H100.links, host=link), host_memory_gb_per_s=memory)
+
+
+def test_activations_that_a_spec_offloads_take_their_bytes_over_the_link_to_the_host_and_hide_as_they_fit() -> None:
+    assembly, plan = offloading({"use": "offload", "regions": ["attention"], "min_bytes": 1})
+    nbytes = plan.totals["offloaded"]
+    assert nbytes > 0
+
+    def told_with(gb_per_s: float) -> Told:
+        return forecast(assembly, plan, with_host(gb_per_s), "h100", Software(graphs="full")).told
+
+    fast, slow, slower = (told_with(rate) for rate in (1e6, 1e-3, 5e-4))
+    for rate, found in ((1e6, fast), (1e-3, slow)):  # two micro-batches, there and back
+        assert found.categories["offloading"] == pytest.approx(2 * 2 * nbytes / (rate * 1e9))
+    exposed = software.implementation("moefw").offload_exposed
+    assert exposed is not None
+    assert fast.exposed_s == pytest.approx(exposed.value * fast.categories["offloading"])
+    more = slower.categories["offloading"] - slow.categories["offloading"]
+    assert slower.step_s - slow.step_s == pytest.approx(more)  # all that the computation had room for is taken
+    assert slow.step_s < fast.step_s + slow.categories["offloading"]
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_states_that_a_spec_offloads_travel_while_others_are_updated(update: str) -> None:
+    assembly, plan = offloading({"use": "optimizer-offload", "update": update})
+    states = plan.held.host
+    weights = plan.held.parameters
+    # An update there reads the gradient, and reads and writes the weight and both moments, all in fp32.
+    out, back, updated = (2 * weights, weights, 7 * weights) if update == "host" else (states, states, 0)
+
+    def told_on(on: Cluster) -> Told:
+        return forecast(assembly, plan, on, "h100", Software()).told
+
+    link_bound, memory_bound = told_on(with_host(1e-2)), told_on(with_host(1e6, 1e-3))
+    assert link_bound.categories["offloading"] == pytest.approx((out + back) / 1e7)
+    if update == "device":
+        assert memory_bound.categories["optimizer"] == link_bound.categories["optimizer"]
+    else:
+        assert memory_bound.categories["optimizer"] == pytest.approx(updated / (0.7 * 1e6), rel=0.01)
+    unhidden = max(out, back) / 1e7 - link_bound.categories["optimizer"]
+    assert link_bound.exposed_s == pytest.approx(unhidden, rel=0.01)
+
+
+def test_a_cluster_without_a_host_link_has_no_time_of_what_is_offloaded(tmp_path: Path) -> None:
+    bare = evolve(H100, links=evolve(H100.links, host=None), host_memory_gb_per_s=None)
+    assert lacks(bare, offloading({"use": "offload", "regions": ["attention"], "min_bytes": 1})[1]) == ["links.host"]
+    _, on_host = offloading({"use": "optimizer-offload", "update": "host"})
+    assert lacks(bare, on_host) == ["links.host", "host_memory_gb_per_s"]
+    path = tmp_path / "mine.yaml"
+    path.write_text(cluster.written(bare))
+    assert "time" in json.loads(run("--cluster", str(path), "--json").output)  # it offloads nothing
+    shown = run("--cluster", str(path), "memory=[{use: optimizer-offload}]").output
+    assert "the cluster has no links.host." in shown
+    assert "docs/clusters.md" in shown
 
 
 @pytest.mark.deep
@@ -415,6 +481,10 @@ def test_software_is_a_file(tmp_path: Path) -> None:
     )
     data = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)
     assert data["ok"]
+    file.write_text("implementation: megatron\noffload: [moe_act, core]\n")
+    (unknown,) = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)["problems"]
+    assert "megatron offloads no 'core'" in unknown["what"]
+    assert "moe_act" in unknown["fix"]
     file.write_text("implementation: megatron\ngraphs: half\nfused: true\n")
     wrong = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)
     assert [problem["what"].split()[0] for problem in wrong["problems"]] == ["'fused'", "'half'"]

@@ -1,4 +1,7 @@
-"""What a rank measures without others: products, attention, copies, passes, and what the host takes for an operator."""
+"""What a rank measures without others: products, attention, copies, passes, and what the host takes for an operator.
+
+On a GPU also the link to its host.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from moefw_kernels.add_wgrad import add_wgrad
 from moefw_kernels.devices import is_gpu
 
 TERA: Final = 1e12
+GIGA: Final = 1e9
 MICRO: Final = 1e-6
 FP8_CAPABILITY: Final = (8, 9)
 """The compute capability from which on GPUs multiply fp8."""
@@ -142,6 +146,14 @@ PRODUCTS_OF_ATTENTION: Final = {"forward": 2, "backward": 5}
 ROW: Final = 256
 """Values of a row of the tensors that passes read."""
 COPY: Final = "copy in memory"
+TO_HOST: Final = "copies to the host"
+FROM_HOST: Final = "copies from the host"
+SMALL_TO_HOST: Final = "a small copy to the host"
+HOST_COPY: Final = "copy in the host's memory"
+OFFLOADED: Final = 256 << 20
+"""Bytes of a large copy between a GPU and its host."""
+SMALL_COPY: Final = 64
+"""Bytes of a small one."""
 LAUNCH: Final = "an operator"
 FORWARD: Final = "an operator that autograd records"
 BACKWARD: Final = "an operator of backward"
@@ -175,6 +187,8 @@ def measurements(device: torch.device, sizes: Sizes, repeats: int) -> Iterator[M
     yield Measurement(name=COPY, unit="TB/s", read=partial(_copy, clock, device, sizes.copied, repeats))
     for nbytes in sizes.operands:
         yield Measurement(name=pass_name(nbytes), unit="TB/s", read=partial(_passes, clock, device, nbytes, repeats))
+    if is_gpu(device):
+        yield from of_host_link(clock, device, OFFLOADED, repeats)
     host = Operators(clock, device, sizes.operators)
     for name, seconds in ((LAUNCH, host.plain_s), (FORWARD, host.forward_s), (BACKWARD, host.backward_s)):
         read = partial(reading, seconds, figure=lambda taken_s: taken_s / MICRO, repeats=repeats)
@@ -226,10 +240,40 @@ def _fp8_product(x_RD: Tensor, w_CD: Tensor) -> Call:
     return partial(F.scaled_mm, codes, codes_of_weight.mT, one, kind, one, kind, output_dtype=torch.bfloat16)
 
 
-def _copy(clock: Clock, device: torch.device, nbytes: int, repeats: int) -> Reading:
+def _copy(clock: Clock, device: torch.device, nbytes: int, repeats: int, unit: float = TERA) -> Reading:
     source = torch.randn(nbytes // 4, device=device)
     copy = torch.empty_like(source)
-    return _timed(clock, lambda: copy.copy_(source), 2 * source.nbytes / TERA, repeats)
+    return _timed(clock, lambda: copy.copy_(source), 2 * source.nbytes / unit, repeats)
+
+
+def of_host_link(clock: Clock, device: torch.device, nbytes: int, repeats: int) -> Iterator[Measurement]:
+    """Yield the measurements of the link between a GPU and page-locked memory of its host, and of the host's memory."""
+    for name, out in ((TO_HOST, True), (FROM_HOST, False)):
+        read = partial(_host_copy, clock, device, nbytes, repeats, out=out)
+        yield Measurement(name=name, unit="GB/s", read=read)
+    yield Measurement(name=SMALL_TO_HOST, unit="us", read=partial(_small_host_copy, clock, device, repeats))
+    in_memory = partial(_copy, HostClock(device), torch.device("cpu"), nbytes, repeats, unit=GIGA)
+    yield Measurement(name=HOST_COPY, unit="GB/s", read=in_memory)
+
+
+def _host_copy(clock: Clock, device: torch.device, nbytes: int, repeats: int, *, out: bool) -> Reading:
+    copy, copied = _call_of_host_copy(device, nbytes, out=out)
+    return _timed(clock, copy, copied / GIGA, repeats)
+
+
+def _small_host_copy(clock: Clock, device: torch.device, repeats: int) -> Reading:
+    copy, _ = _call_of_host_copy(device, SMALL_COPY, out=True)
+    times = calls_of_a_repeat(clock, copy)
+    seconds = partial(clock.seconds, copy, times)
+    return reading(seconds, figure=lambda taken_s: taken_s / times / MICRO, repeats=repeats)
+
+
+def _call_of_host_copy(device: torch.device, nbytes: int, *, out: bool) -> tuple[Call, int]:
+    """A copy of ``nbytes`` to the host, or from it, and its bytes."""
+    on_device = torch.zeros(nbytes // 4, device=device)
+    on_host = torch.zeros(nbytes // 4, pin_memory=is_gpu(device))
+    target, source = (on_host, on_device) if out else (on_device, on_host)
+    return partial(target.copy_, source, non_blocking=True), source.nbytes
 
 
 def _passes(clock: Clock, device: torch.device, nbytes: int, repeats: int) -> Reading:

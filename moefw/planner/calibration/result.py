@@ -13,11 +13,15 @@ from moefw.planner.calibration.alone import (
     COPY,
     DTYPES,
     FORWARD,
+    FROM_HOST,
+    HOST_COPY,
     LAUNCH,
     LAYER,
     OPERATORS_OF_PASSES,
     PHASES,
+    SMALL_TO_HOST,
     STEP,
+    TO_HOST,
     Heads,
     Shape,
     Sizes,
@@ -37,6 +41,7 @@ from moefw.planner.cluster import (
     Collective,
     Collectives,
     Gpu,
+    HostLink,
     Link,
     Links,
     Pass,
@@ -100,13 +105,14 @@ def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, versio
     return Cluster(
         about=around.about,
         gpu=gpu,
-        links=Links(**links),
+        links=Links(node=links.get("node"), network=links.get("network"), host=figures.host_link()),
         host_launch_us=figures.named(LAUNCH),
         host_forward_us=figures.named(FORWARD),
         host_backward_us=figures.named(BACKWARD),
         host_layer_us=figures.named(LAYER),
         host_step_us=figures.named(STEP),
         host_cores=figures.read(around.cores),
+        host_memory_gb_per_s=figures.named(HOST_COPY),
     )
 
 
@@ -187,6 +193,13 @@ class _Figures:
             latency_us=self.named(link_name(link, MESSAGES, "small")),
             collectives=Collectives(**collectives),
         )
+
+    def host_link(self) -> HostLink | None:
+        """The link between a GPU and its host, at the rate of its slower direction; None if it was not measured."""
+        out, back, latency = map(self.named, (TO_HOST, FROM_HOST, SMALL_TO_HOST))
+        if out is None or back is None or latency is None:
+            return None
+        return HostLink(gb_per_s=min(out, back, key=lambda figure: figure.value), latency_us=latency)
 
     def _collective(self, link: str, kind: str) -> Collective | None:
         gb_per_s = self.named(link_name(link, kind, "large"))

@@ -147,8 +147,8 @@ def _generation(cluster: Cluster) -> str | None:
 
 
 def _all_fits(plan: Ledger, cluster: Cluster) -> bool:
-    """Whether a plan fits that drops nothing between forward and backward, of as many passes in flight."""
-    dropped = plan.in_flight * (plan.totals["without_policies"] - plan.totals["saved"])
+    """Whether a plan fits that keeps all on the GPU: what passes in flight save, and the optimizer's states."""
+    dropped = plan.in_flight * (plan.totals["without_policies"] - plan.totals["saved"]) + plan.held.host
     return plan.peak_bytes is not None and plan.peak_bytes + dropped <= cluster.memory_bytes
 
 

@@ -13,10 +13,10 @@ from typing import Final
 from attrs import field, fields, frozen
 
 from moefw.planner.cluster import PEAK_OF, Cluster
-from moefw.planner.report import Product, Transfer, Work
+from moefw.planner.report import OnHost, Product, Transfer, Work
 from moefw.planner.time.figures import Figures
-from moefw.planner.time.rates import Rates, rates_of
-from moefw.planner.time.software import Implementation, Kernels, Region, Software
+from moefw.planner.time.rates import ITEMSIZE, Rates, rates_of
+from moefw.planner.time.software import Implementation, Kernels, Offloaded, Region, Software
 
 EXPERT_REGIONS: Final = ("layer", "dispatch")
 """Regions whose transfers are those of dispatchers."""
@@ -26,6 +26,8 @@ OUTSIDE: Final = "outside"
 SEND: Final = "send"
 NO_KERNELS: Final = Kernels()
 NO_REGION: Final = Region()
+FP32: Final = 4.0
+"""Bytes of a value that is in none of the formats with a share of their own."""
 UNLIMITED: Final = 2**30
 """GPUs that a link connects that connects all of a cluster."""
 
@@ -56,7 +58,8 @@ class Spent:
     """Seconds of the GPU by category, launches of the host, and kernels of CUDA graphs. ``wgrad``: of the products.
 
     ``expert_transfers`` and ``tensor_transfers``: of links, inside of layers. ``gathers``: of weights and of sums of
-    gradients in a micro-batch, beside which it computes. ``send``: to the next stage.
+    gradients in a micro-batch, beside which it computes. ``send``: to the next stage. ``stores`` and ``fetches``: of
+    the link to the host, to its memory and from it; ``unhidden``: of both, what nothing hides.
     """
 
     products: float = 0.0
@@ -67,6 +70,9 @@ class Spent:
     tensor_transfers: float = 0.0
     gathers: float = 0.0
     send: float = 0.0
+    stores: float = 0.0
+    fetches: float = 0.0
+    unhidden: float = 0.0
     launches: float = 0.0
     graphed: float = 0.0
     wgrad: float = 0.0
@@ -152,6 +158,7 @@ class Costs:
         launches, graphed = self._launches(work, kernels)
         passes = self.rates.passes(self._bytes(work, kernels), work.operators)
         experts, tensor, gathers, send = self._transfers(work)
+        stores, fetches = self.over_host_link(work)
         return Spent(
             **seconds,
             passes=passes,
@@ -159,6 +166,9 @@ class Costs:
             tensor_transfers=tensor,
             gathers=gathers,
             send=send,
+            stores=stores,
+            fetches=fetches,
+            unhidden=self._unhidden * (stores + fetches),
             launches=launches,
             graphed=graphed,
             wgrad=wgrad,
@@ -168,6 +178,47 @@ class Costs:
         """Seconds of work of a step that is no micro-batch's: passes over memory, with its products and launches."""
         spent = self.of(work)
         return spent.products + spent.experts + self.rates.update(work.nbytes, work.operators)
+
+    def over_host_link(self, work: Work) -> tuple[float, float]:
+        """Seconds of the link to the host for one layer: to its memory, and from it."""
+        on_host = self._on_host(work)
+        directions = (on_host.out > 0) + (on_host.back > 0)
+        copies = on_host.copies / max(1, directions)
+        out = self.rates.copies_over_host_link(on_host.out, copies) if on_host.out else 0.0
+        back = self.rates.copies_over_host_link(on_host.back, copies) if on_host.back else 0.0
+        return out, back
+
+    @property
+    def _unhidden(self) -> float:
+        """Share of copies to the host and back that nothing hides."""
+        exposed = self.implementation.offload_exposed
+        return 0.0 if exposed is None else exposed.value
+
+    def update_on_host(self, work: Work) -> float:
+        """Seconds of the host for what its operators read and write."""
+        nbytes = work.on_host.nbytes
+        return self.rates.update_on_host(nbytes) if nbytes else 0.0
+
+    def _on_host(self, work: Work) -> OnHost:
+        """What goes over the link to the host: as the plan has it, or as the software offloads modules."""
+        if not self.software.offload or work.phase in ("once", "optimizer"):
+            return work.on_host
+        modules = [self.implementation.offloads[name] for name in self.software.offload]
+        own = [module for module in modules if module.region == work.region]
+        if not own or work.phase == "recompute":
+            return OnHost()
+        nbytes = sum(self._offloaded(module, work) for module in own)
+        if work.phase == "forward":
+            return OnHost(copies=len(own), out=round(nbytes))
+        return OnHost(copies=len(own), back=round(nbytes))
+
+    def _offloaded(self, module: Offloaded, work: Work) -> float:
+        """Bytes that a module of one layer copies to host memory."""
+        stream = self.shapes.tokens * self.shapes.hidden
+        skew = self.shapes.skew if work.region.startswith("expert") else 1.0
+        _, returned, _ = _values(work)
+        operands = _operand_bytes(work) if module.operands else 0.0
+        return module.stream * stream + skew * (module.outputs * returned + operands)
 
     def sums(self, work: Iterable[Work]) -> float:
         """Seconds of links for the sums of gradients over ranks."""
@@ -221,6 +272,7 @@ class Costs:
         else:
             kernels = self._pass(work, region)
             number = kernels.launches + kernels.group * groups + self._kernels_of_dispatcher(work).launches
+            number += self._on_host(work).copies
             preprocess = kernels.preprocess
         graphs = self.software.graphs
         if graphs == "full":
@@ -305,6 +357,18 @@ def _values(work: Work) -> tuple[float, float, float]:
     is_backward = work.phase == "backward"
     quantized = quantized_returned if is_backward else float(sum(rows * width for rows, width in quantized_read))
     return float(sum(rows * width for rows, width in read)), returned, quantized
+
+
+def _operand_bytes(work: Work) -> float:
+    """Bytes of what products of a region read in forward, besides weights, each matrix once."""
+    read: dict[tuple[int, int], float] = {}
+    for product in work.products:
+        if product.during == "wgrad" or product.scores is not None:
+            continue
+        rows, columns, summed = product.shape
+        width = columns if product.during == "dgrad" else summed
+        read[rows, width] = rows * width * ITEMSIZE.get(PEAK_OF.get(product.dtype, ""), FP32)
+    return sum(read.values())
 
 
 def total(spent: Iterable[tuple[int, Spent]]) -> Spent:

@@ -47,14 +47,14 @@ class Transfers:
 
 @frozen(kw_only=True)
 class Figures:
-    """All figures. ``passes`` and ``optimizer_pass``: shares of the rate of memory.
+    """All figures. ``passes`` and ``optimizer_pass``: shares of the rate of memory, the last of the host's, too.
 
     ``summed_half``: the width over which a product sums that halves its share.
 
     ``gap_us``: between two kernels. ``graph_regions``: those that a graph of a scope holds.
     ``tensor_parallel_exposed``, ``sums_exposed``: shares of the time of transfers inside of layers, and of sums of
     gradients, that nothing hides. ``meeting``: host and device together take the root of this order of the sum of their
-    powers. ``offload_times``: the time of a step with activations in host memory beside one without.
+    powers.
     """
 
     generations: Mapping[str, Generation] = field(factory=dict)
@@ -71,7 +71,6 @@ class Figures:
     tensor_parallel_exposed: Figure
     sums_exposed: Figure
     meeting: Figure
-    offload_times: Figure
 
     def generation(self, cluster: Cluster) -> Generation:
         """Generation of a cluster's GPUs."""

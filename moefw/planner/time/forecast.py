@@ -10,7 +10,6 @@ from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import PlanError
-from moefw.core.plugin import OptimizerMemoryPolicyPlugin
 from moefw.planner.cluster import Cluster
 from moefw.planner.report import Ledger, Position, Work
 from moefw.planner.time import likeness, software
@@ -24,8 +23,8 @@ from moefw.planner.time.software import Software
 from moefw.planner.time.step import Rehearsal, Told, rehearse, seconds_without, told
 
 TERA: Final = 1e12
-OFFLOAD: Final = "offload"
-"""The mechanism of policies that keep activations in host memory."""
+HOW_TO_ADD: Final = "Add it to the cluster's file, as docs/clusters.md says, or calibrate the machine again."
+"""What to do about a figure that a cluster lacks."""
 ONCE: Final = ("once", "gradients", "optimizer")
 """Phases of work that a step has once, for all its micro-batches."""
 
@@ -104,10 +103,11 @@ class Forecast:
         }
 
 
-def lacks(cluster: Cluster, plan: Ledger | None = None) -> list[str]:
-    """Figures that a cluster lacks and the time of a step is computed with.
+def lacks(cluster: Cluster, plan: Ledger | None = None, runs: Software | None = None) -> list[str]:
+    """Figures that a cluster lacks and the time of a step is computed with. ``runs``: the software; None: moefw.
 
-    A plan needs the links on which it sends anything. None: both.
+    A plan needs the links on which it sends anything, and the one to the host where anything is offloaded. None: those
+    between GPUs.
     """
     if cluster.is_measured:
         needed: dict[str, object] = {
@@ -119,6 +119,8 @@ def lacks(cluster: Cluster, plan: Ledger | None = None) -> list[str]:
         needed = {"gpu.board_power_w": cluster.gpu.board_power_w}
     links = ("node", "network") if plan is None else _links_in_use(cluster, plan)
     needed |= {f"links.{link}": getattr(cluster.links, link) for link in links}
+    if plan is not None and cluster.gpu.threads is None:
+        needed |= _needed_of_host(cluster, plan, runs)
     missing = [name for name, figure in needed.items() if not figure]
     return missing if plan is None or not cluster.is_measured else [*missing, *_formats_lacking(cluster, plan)]
 
@@ -132,6 +134,17 @@ def _links_in_use(cluster: Cluster, plan: Ledger) -> list[str]:
             used["node"] |= bool(transfer.node or (transfer.network and is_inside))
             used["network"] |= bool(transfer.network and not is_inside)
     return [link for link, is_used in used.items() if is_used]
+
+
+def _needed_of_host(cluster: Cluster, plan: Ledger, runs: Software | None) -> dict[str, object]:
+    """Figures of the host of a GPU with which time is computed."""
+    needed: dict[str, object] = {}
+    on_host = [work.on_host for work in _work(plan)]
+    if any(each.copies for each in on_host) or (runs is not None and runs.offload):
+        needed["links.host"] = cluster.links.host
+    if any(each.nbytes for each in on_host):
+        needed["host_memory_gb_per_s"] = cluster.host_memory_gb_per_s
+    return needed
 
 
 def _formats_lacking(cluster: Cluster, plan: Ledger) -> list[str]:
@@ -179,7 +192,6 @@ def forecast(
         steady=Steady.of(partial(played, assembly.schedule), len(assembly.stages), plan.micro_batches),
         micro_batches=plan.micro_batches,
         ep_overlap=bool(runs.ep_overlap),
-        offloads=bool(runs.offload),
     )
     scale = Scale.of(fitted(), cluster, figures())
     step = told(rehearsal, scale)
@@ -204,16 +216,7 @@ def _as_the_spec_says(assembly: Assembly, runs: Software) -> Software:
         runs = evolve(runs, graphs="full" if assembly.spec.train.graphs == "step" else "none")
     if runs.ep_overlap is None:
         runs = evolve(runs, ep_overlap=assembly.parts.pipeline.merges)
-    if not runs.offload:
-        runs = evolve(runs, offload=tuple(_offloaded(assembly)))
     return runs
-
-
-def _offloaded(assembly: Assembly) -> Iterator[str]:
-    """Yield the regions whose activations the spec keeps in host memory."""
-    for policy in assembly.parts.memory:
-        if policy.mechanism == OFFLOAD and not isinstance(policy, OptimizerMemoryPolicyPlugin):
-            yield from policy.regions
 
 
 def _size(assembly: Assembly, axis: str) -> int:

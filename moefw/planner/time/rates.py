@@ -20,7 +20,7 @@ TERA: Final = 1e12
 GIGA: Final = 1e9
 MICRO: Final = 1e-6
 ITEMSIZE: Final[Mapping[str, float]] = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
-"""Bytes of a value of each format."""
+"""Bytes of a value of each format that published shares are of."""
 WIDER: Final = ("fp4", "fp8", "bf16", "fp32")
 """Formats of operands, each wider than the last."""
 COLLECTIVE_OF: Final[Mapping[str, str]] = {
@@ -55,6 +55,12 @@ class Rates(Protocol):
 
     def movement(self, node: float, network: float, dispatcher: str) -> float:
         """Seconds of the links for a movement of a dispatcher that sends so many bytes."""
+
+    def copies_over_host_link(self, nbytes: float, copies: float) -> float:
+        """Seconds of so many copies one way between a GPU and its host, which the cluster has a link for."""
+
+    def update_on_host(self, nbytes: float) -> float:
+        """Seconds of the host for an update that reads and writes so many bytes of its memory."""
 
 
 def rates_of(cluster: Cluster, software: Software, figures: Figures) -> Rates:
@@ -110,6 +116,14 @@ class PublishedRates(Rates):
         on_network = _published(links.network, network, shares.network, dispatcher)
         return max(on_node, on_network) + shares.latency_us.value * MICRO
 
+    def copies_over_host_link(self, nbytes: float, copies: float) -> float:
+        """See :class:`Rates`."""
+        return _over_host_link(self.cluster, nbytes, copies)
+
+    def update_on_host(self, nbytes: float) -> float:
+        """See :class:`Rates`."""
+        return nbytes / (_host_memory(self.cluster) * self.figures.optimizer_pass.value)
+
     @property
     def _bf16(self) -> float:
         """Operations a second at the peak of bf16."""
@@ -146,6 +160,19 @@ class PublishedRates(Rates):
             of_group = summed if product.during == "wgrad" else rows / product.groups
             share *= of_group / (of_group + self.figures.tile_rows.value / 2)
         return share * summed / (summed + self.figures.summed_half.value)
+
+
+def _over_host_link(cluster: Cluster, nbytes: float, copies: float) -> float:
+    """Seconds of copies over the link between a GPU and its host."""
+    link = cluster.links.host
+    assert link is not None, "the cluster lacks no link"
+    return nbytes / (link.gb_per_s.value * GIGA) + copies * link.latency_us.value * MICRO
+
+
+def _host_memory(cluster: Cluster) -> float:
+    """Bytes a second of the host's memory for each GPU."""
+    assert cluster.host_memory_gb_per_s is not None, "the cluster lacks no figure"
+    return cluster.host_memory_gb_per_s.value * GIGA
 
 
 def _published(link: Link | None, nbytes: float, shares: Mapping[str, object], name: str) -> float:
@@ -212,6 +239,18 @@ class MeasuredRates(Rates):
     def movement(self, node: float, network: float, dispatcher: str) -> float:
         """See :class:`Rates`."""
         return self._links("all_to_all", node, network)
+
+    def copies_over_host_link(self, nbytes: float, copies: float) -> float:
+        """See :class:`Rates`. A rank in threads copies in its own memory, where it reads and writes."""
+        if self.cluster.gpu.threads is not None:
+            return self.passes(2 * nbytes, copies)
+        return _over_host_link(self.cluster, nbytes, copies)
+
+    def update_on_host(self, nbytes: float) -> float:
+        """See :class:`Rates`. A rank in threads is its own host."""
+        if self.cluster.gpu.threads is not None:
+            return self.passes(nbytes, 1)
+        return nbytes / _host_memory(self.cluster)
 
     @cached_property
     def _products(self) -> Mapping[str, tuple[float, ...]]:

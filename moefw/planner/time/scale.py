@@ -69,7 +69,7 @@ class Scale:
     sums: float
     """Share of sums of gradients that no backward hides."""
     beside: float = 1.0
-    """Seconds of transfers that a second of computation has room for beside it."""
+    """Seconds of transfers that a second of computation has room for beside it; 0: nothing runs beside anything."""
     step_s: float = 0.0
     """Seconds of what a step does besides its work: batch, zeroed gradients, sums of metrics, log."""
 
@@ -143,13 +143,18 @@ class Scale:
         return of_products + self.passes * spent.passes + self.gap_s * spent.kernels
 
     def exposed(self, spent: Spent, *, is_merged: bool) -> float:
-        """Seconds of transfers that nothing hides."""
+        """Seconds of transfers, and of copies between a GPU and its host, that nothing hides."""
         computes = self.device(spent)
         experts = self.transfers * spent.expert_transfers
         if is_merged:  # what takes longer than all that it could run beside is seen
             experts = max(self.merged * experts, experts - self.beside * computes)
-        beside = max(0.0, spent.gathers - self.beside * computes)
-        return experts + self.tensor * spent.tensor_transfers + beside
+        gathers = max(0.0, spent.gathers - self.beside * computes)
+        copies = max(spent.unhidden, self.both_ways(spent.stores, spent.fetches) - self.beside * computes)
+        return experts + self.tensor * spent.tensor_transfers + gathers + copies
+
+    def both_ways(self, stores: float, fetches: float) -> float:
+        """Seconds of copies to the host and from it: side by side, where anything runs beside anything."""
+        return max(stores, fetches) if self.beside else stores + fetches
 
     def host(self, spent: Spent) -> float:
         """Seconds of the host."""

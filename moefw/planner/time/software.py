@@ -10,7 +10,9 @@ from typing import Final, Literal
 from attrs import field, frozen
 from attrs.validators import ge
 
+from moefw.core.errors import Problem, SpecError
 from moefw.planner import data_files
+from moefw.planner.data_files import Figure
 
 FOLDER: Final = Path(__file__).parent / "implementations"
 OURS: Final = "moefw"
@@ -47,13 +49,29 @@ class Region:
 
 
 @frozen(kw_only=True)
+class Offloaded:
+    """What an implementation copies to host memory if it offloads a module, in a layer's ``region``.
+
+    Bytes are for each value of the residual stream (``stream``) and of what products return (``outputs``).
+    ``operands``: whether what they read goes there, too, in the format in which they read it.
+    """
+
+    region: str
+    stream: float = field(default=0.0, validator=ge(0.0))
+    outputs: float = field(default=0.0, validator=ge(0.0))
+    operands: bool = False
+
+
+@frozen(kw_only=True)
 class Implementation:
     """How software runs a layer. ``regions`` empty: as the plan has measured it.
 
     ``estimated``: where its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to
     a node. ``graph_scopes``: the regions that a CUDA graph of each scope holds. ``fused_grouped_mlp``: regions that
-    differ where experts are one fused kernel a product. ``dispatchers``: what they add to the
-    region ``dispatch``.
+    differ where experts are one fused kernel a product. ``dispatchers``: what they add to the region ``dispatch``.
+
+    ``offloads``: the modules that it can offload. ``offload_exposed``: the share of copies to the host and back that
+    nothing hides, although enough runs beside them; None: all hide.
     """
 
     about: str
@@ -63,6 +81,8 @@ class Implementation:
     regions: Mapping[str, Region] = {}
     fused_grouped_mlp: Mapping[str, Region] = {}
     dispatchers: Mapping[str, Region] = {}
+    offloads: Mapping[str, Offloaded] = {}
+    offload_exposed: Figure | None = None
 
 
 @frozen(kw_only=True)
@@ -70,8 +90,8 @@ class Software:
     """Software of a run: an implementation, and what of it is on.
 
     ``graphs``: ``none``, ``full``, or the scopes that CUDA graphs hold; None: as the spec says. ``ep_overlap``: whether
-    the transfers of experts run beside another micro-batch; None: as the spec's schedule does. ``offload``: what is
-    kept in host memory between forward and backward.
+    the transfers of experts run beside another micro-batch; None: as the spec's schedule does. ``offload``: the modules
+    whose activations wait in host memory between forward and backward; empty: what the spec's policies offload.
     """
 
     implementation: str = OURS
@@ -97,4 +117,13 @@ def read(name: str) -> Software:
     """Software in a file, or an implementation by its name with nothing switched on. Raises SpecError."""
     if name in names():
         return Software(implementation=name)
-    return data_files.read(Software, FOLDER / "software", name, option=OPTION, called="implementation")
+    software = data_files.read(Software, FOLDER / "software", name, option=OPTION, called="implementation")
+    known = list(implementation(software.implementation).offloads)
+    unknown = [module for module in software.offload if module not in known]
+    if unknown:
+        fix = f"Name some of {', '.join(known)}." if known else "Leave offload out: the spec's memory policies say it."
+        problems = [
+            Problem(f"{OPTION} {name}: {software.implementation} offloads no {module!r}.", fix) for module in unknown
+        ]
+        raise SpecError(problems)
+    return software

@@ -15,6 +15,8 @@ from moefw.planner.time.schedule import Key, Steady
 
 BACKWARD: Final = ("backward", "recompute")
 BUBBLE: Final = "pipeline bubble"
+OFFLOADING: Final = "offloading"
+"""The category of copies between a GPU and its host."""
 ROUNDING: Final = 1e-9
 """Share of a step below which a difference of sums is none."""
 
@@ -59,8 +61,8 @@ class Rehearsal:
 
     ``passes``: of each position on pp. ``spent``: what each pass, or pair of passes, of the schedule spends. ``way``:
     seconds from stage to stage. ``once_s``: seconds of the GPU that end a step, ``sums_s`` of links, at the worst
-    position. ``all_merged``: whether neighbouring micro-batches overlap without a schedule. ``factor``: of all, for
-    offloading.
+    position. ``stores_s`` and ``fetches_s``: of copies of the optimizer's states between the GPU and its host, and
+    ``host_update_s`` of an update there. ``all_merged``: whether neighbouring micro-batches overlap without a schedule.
     """
 
     passes: tuple[Passes, ...]
@@ -70,8 +72,10 @@ class Rehearsal:
     way: float = 0.0
     once_s: float = 0.0
     sums_s: float = 0.0
+    stores_s: float = 0.0
+    fetches_s: float = 0.0
+    host_update_s: float = 0.0
     all_merged: bool = False
-    factor: float = 1.0
 
 
 @frozen(kw_only=True)
@@ -106,16 +110,19 @@ def rehearse(
     steady: Steady,
     micro_batches: int,
     ep_overlap: bool,
-    offloads: bool,
 ) -> Rehearsal:
     """Rehearsal of a step of positions with such work, in which nothing of other positions runs."""
     passes: dict[int, Passes] = {}
-    once = sums = 0.0
+    once = sums = stores = fetches = host_update = 0.0
     for position in positions:
         found = Passes.of(position.work, costs)
         passes.update(dict.fromkeys(position.at, found))
         ends = [each for each in position.work if each.phase in ("once", "optimizer")]
         once = max(once, sum(each.layers * costs.once(each) for each in ends))
+        copied = [costs.over_host_link(each) for each in ends]
+        stores = max(stores, sum(out for out, _ in copied))
+        fetches = max(fetches, sum(back for _, back in copied))
+        host_update = max(host_update, sum(map(costs.update_on_host, ends)))
         # Shards that are gathered and reduced once a step travel in the phase ``once``.
         sums = max(sums, costs.sums(each for each in position.work if each.phase in ("once", "gradients")))
     has_pairs = any(len(kinds) > 1 for _, kinds in steady.kinds)
@@ -129,14 +136,15 @@ def rehearse(
         way=max(each.outside_forward.send for each in in_order) / chunks,
         once_s=once,
         sums_s=sums,
+        stores_s=stores,
+        fetches_s=fetches,
+        host_update_s=host_update,
         all_merged=ep_overlap and not has_pairs,
-        factor=costs.figures.offload_times.value if offloads else 1.0,
     )
 
 
 def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     """Time of a rehearsed step, with fitted numbers. ``factor``: of software that is not what they were fitted to."""
-    factor *= rehearsal.factor
     together = cache(scale.together)  # of passes, few of which differ
     seconds = {
         key: together(spent, is_merged=rehearsal.all_merged or len(key[1]) > 1)
@@ -151,7 +159,10 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     spent = work[busiest]
     backward = scale.device(rehearsal.passes[busiest].backward)
     sums = max(rehearsal.sums_s - scale.beside * backward, scale.sums * rehearsal.sums_s)
-    once = scale.passes * rehearsal.once_s
+    update = scale.passes * rehearsal.once_s + rehearsal.host_update_s
+    copies = scale.both_ways(rehearsal.stores_s, rehearsal.fetches_s)
+    # Buckets of states are copied while the one before them is updated.
+    ends = max(update, copies) if scale.beside else update + copies
     bubble = played - count * sum(busy) / len(busy)
     if bubble < ROUNDING * played:
         bubble = 0.0
@@ -166,15 +177,16 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
         "expert transfers": count * scale.transfers * spent.expert_transfers,
         "other transfers": count * (spent.tensor_transfers + spent.gathers),
         "host launches": count * scale.host(spent),
+        OFFLOADING: count * (spent.stores + spent.fetches) + rehearsal.stores_s + rehearsal.fetches_s,
         "sums of gradients": rehearsal.sums_s,
-        "optimizer": once,
+        "optimizer": update,
         BUBBLE: bubble,
         "batch and log": scale.step_s,
     }
     return Told(
-        step_s=factor * (played + sums + once + scale.step_s),
+        step_s=factor * (played + sums + ends + scale.step_s),
         categories={name: factor * value for name, value in categories.items() if value},
-        exposed_s=factor * (exposed + sums),
+        exposed_s=factor * (exposed + sums + ends - update),
         waits_for_host_s=factor * max(0.0, count * busy[busiest] - gpu),
         bubble_s=factor * bubble,
         busiest=busiest,
@@ -188,6 +200,7 @@ SPENT: Final[Mapping[str, tuple[str, ...]]] = {
     "memory passes": ("passes",),
     "expert transfers": ("expert_transfers",),
     "other transfers": ("tensor_transfers", "gathers"),
+    OFFLOADING: ("stores", "fetches", "unhidden"),
 }
 """What a pass spends of each category that is its own."""
 
@@ -199,6 +212,8 @@ def seconds_without(category: str, rehearsal: Rehearsal, scale: Scale) -> float:
     """
     if category in SPENT:
         rehearsal = _spending_none(rehearsal, SPENT[category])
+        if category == OFFLOADING:
+            rehearsal = evolve(rehearsal, stores_s=0.0, fetches_s=0.0)
     elif category == "kernel gaps":
         scale = evolve(scale, gap_s=0.0)
     elif category == "host launches":
@@ -206,7 +221,7 @@ def seconds_without(category: str, rehearsal: Rehearsal, scale: Scale) -> float:
     elif category == "sums of gradients":
         rehearsal = evolve(rehearsal, sums_s=0.0)
     elif category == "optimizer":
-        rehearsal = evolve(rehearsal, once_s=0.0)
+        rehearsal = evolve(rehearsal, once_s=0.0, host_update_s=0.0)
     step = told(rehearsal, scale)
     return step.step_s - (step.bubble_s if category == BUBBLE else 0.0)
 

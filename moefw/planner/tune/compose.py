@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.core.records import Order, Stage
-from moefw.planner.report import Held, Ledger, Peak, Position, Transfer, Work
+from moefw.planner.report import Held, Ledger, OnHost, Peak, Position, Transfer, Work
 from moefw.planner.time.costs import SEND
 from moefw.planner.tune.parts import SIDES, End, Excerpt, Share, Sides
 from moefw.runtime.parallel.meshes import COPIES
@@ -173,7 +173,13 @@ class Composer:
             held = sum(self._end(stages).held.values()) or 1
             now = growth * sum(self.copies[side].held * nbytes for side, nbytes in self._end(stages).held.items())
             products = tuple(_more(product, now / held) for product in work.products)
-            yield evolve(work, nbytes=round(work.nbytes * now / held), transfers=transfers, products=products)
+            yield evolve(
+                work,
+                nbytes=round(work.nbytes * now / held),
+                transfers=transfers,
+                products=products,
+                on_host=OnHost().plus(work.on_host, now / held),
+            )
 
     def _sends(self, stages: Sequence[Stage]) -> Iterator[Work]:
         """Yield what stages send to those before and behind them, where these are at other positions."""
@@ -184,7 +190,8 @@ class Composer:
             for work in end.outside.work:
                 sends = tuple(transfer for transfer in work.transfers if transfer.kind == SEND)
                 if sends and times:
-                    yield evolve(work, layers=times, products=(), transfers=sends, operators=0, nbytes=0)
+                    empty = evolve(work, products=(), operators=0, nbytes=0, on_host=OnHost())
+                    yield evolve(empty, layers=times, transfers=sends)
 
     def _retargeted(self, transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
         """Transfers with those over copies of parameters as they are in the candidate's groups."""

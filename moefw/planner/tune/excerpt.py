@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from math import prod
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from moefw.compose.assembly import Assembly
 from moefw.core.errors import MoefwError
 from moefw.planner.measure import recorded, stand_ins, with_held
 from moefw.planner.micro_batch import FP32, POOL, MicroBatch
-from moefw.planner.report import Ledger, Peak, Transfer, Work
+from moefw.planner.report import Ledger, OnHost, Peak, Transfer, Work
 from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, End, Excerpt, Share, Sides
 from moefw.planner.usage import Usage
 from moefw.recording.recorder import OPERANDS
@@ -169,7 +170,13 @@ def _rest(outside: Sequence[Work], layers: Sequence[Work], shares: Sequence[Work
             transfers=tuple(evolve(transfer, times=times) for transfer, times in transfers.items() if times),
             operators=own.operators + _sum(more, "operators") - _sum(less, "operators"),
             nbytes=own.nbytes + _sum(more, "nbytes") - _sum(less, "nbytes"),
+            on_host=_on_host(_on_host(own.on_host, more, 1), less, -1),
         )
+
+
+def _on_host(known: OnHost, work: Sequence[Work], sign: int) -> OnHost:
+    """What is known of the host, and what this work adds or, with a negative sign, takes away."""
+    return reduce(lambda sum_of, each: sum_of.plus(each.on_host, sign * each.layers), work, known)
 
 
 def _sum(work: Sequence[Work], what: str) -> int:

@@ -146,7 +146,7 @@ class Search:
         if measured.excerpt.unknown:
             return Candidate(settings=settings, label=label, problems=(measured.excerpt.unknown,))
         ledger = Composer.of(assembly, measured.excerpt, measured.kinds).ledger()
-        lacking = lacks(self.where.cluster, ledger)
+        lacking = lacks(self.where.cluster, ledger, self.where.runs)
         if lacking:
             problem = f"the cluster {self.where.name} has no {', '.join(lacking)}, which time needs."
             return Candidate(settings=settings, label=label, problems=(problem,))
