@@ -122,7 +122,7 @@ def _calibrated(options: _Options, place: Place) -> None:
     sizes = ON_A_CPU if options.device == "cpu" else ON_A_GPU
     torch.set_num_threads(threads_of_a_rank(place.local_world))
     with (
-        host_measurements(device, options.repeats) as of_host,
+        host_measurements(device, place.world, options.repeats) as of_host,
         joined(device, place, timeout_s=RunSpec().timeout_s),
     ):
         world = dist.group.WORLD if place.world > 1 else None
@@ -182,6 +182,7 @@ def _cluster(
         board_power_w=_board_power_w(device) if on_gpu else None,
         threads=None if on_gpu else torch.get_num_threads(),
         ranks={group.link: len(group.ranks) for group in groups},
+        message_bytes=MESSAGE_BYTES[device.type],
     )
     sizes = ON_A_GPU if on_gpu else ON_A_CPU
     today = datetime.date.today().isoformat()

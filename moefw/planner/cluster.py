@@ -128,20 +128,20 @@ class Gpu:
 
 @frozen(kw_only=True)
 class Collective:
-    """A measured collective. ``gb_per_s``: what a rank sends to others. ``latency_us``: that of a small one."""
+    """A measured collective in which a rank sends ``nbytes`` to others. ``us``: what it adds to the time of a rank."""
 
-    gb_per_s: Figure
-    latency_us: Figure
+    nbytes: int = field(validator=gt(0))
+    us: Figure
 
 
 @frozen(kw_only=True)
 class Collectives:
-    """Collectives over all GPUs of a link. None: not measured."""
+    """Collectives of several sizes over all GPUs of a link. Empty: not measured."""
 
-    all_to_all: Collective | None = None
-    all_gather: Collective | None = None
-    reduce_scatter: Collective | None = None
-    all_reduce: Collective | None = None
+    all_to_all: tuple[Collective, ...] = ()
+    all_gather: tuple[Collective, ...] = ()
+    reduce_scatter: tuple[Collective, ...] = ()
+    all_reduce: tuple[Collective, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -198,6 +198,10 @@ class Cluster:
     """Microseconds of the host for an operator in the layers of a model, with all Python around it."""
     host_step_us: Figure | None = None
     """Microseconds of the host for a step of a model with few layers, without its passes."""
+    host_layer_of_ranks_us: Figure | None = None
+    """As ``host_layer_us``, of ranks that train a model together."""
+    host_step_of_ranks_us: Figure | None = None
+    """As ``host_step_us``, of ranks that train a model together: with the waits for each other."""
     host_cores: Figure | None = None
     """Cores of the host for each GPU."""
     host_memory_gb_per_s: Figure | None = None

@@ -25,8 +25,10 @@ from moefw.planner.calibration.alone import (
     HOST_COPY,
     LAUNCH,
     LAYER,
+    LAYER_OF_RANKS,
     SMALL_TO_HOST,
     STEP,
+    STEP_OF_RANKS,
     TO_HOST,
     Heads,
     Measurement,
@@ -318,12 +320,34 @@ NBYTES = 1 << 12
 
 
 def sent_and_counted(hosts: Sequence[str]) -> dict[str, tuple[float, int]]:
-    """By measurement, the bytes that a rank says it sends in a large one, and those that were seen."""
+    """By measurement its value, where a message and a collective take a second each, and the bytes that were seen.
+
+    What is computed between two collectives takes a second, too.
+    """
     rank = dist.get_rank()
     groups = [groups_of(each, hosts) for each in range(len(hosts))]
     found = {}
+    now = 0.0
+    launched = links._launch
+
+    def tick() -> None:
+        nonlocal now
+        now += 1.0
+
+    def launch(*asked: Any) -> Callable[[], Any]:
+        call = launched(*asked)
+        return lambda: (tick(), call())[1]
+
+    def seconds(call: Callable[[], Any], times: int, _: torch.device) -> float:
+        begun = now
+        for _ in range(times):
+            call()
+        return now - begun or float(times)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_seconds", lambda call, times, _: [call() for _ in range(times)] and float(times))
+        patch.setattr(links, "_seconds", seconds)
+        patch.setattr(links, "_launch", launch)
+        patch.setattr(links, "work_of_a_layer", lambda _: tick)
         for link, group in opened(groups, rank).items():
             for each in link_measurements(link, group, CPU, nbytes=NBYTES, repeats=3):
                 with Counting(group, dims=()) as counting, counting.during("dispatch"):
@@ -339,27 +363,38 @@ def sent_and_counted(hosts: Sequence[str]) -> dict[str, tuple[float, int]]:
 @pytest.mark.parametrize("hosts", ["aaa", "aabb"])
 def test_a_link_moves_the_bytes_that_its_figure_is_of(hosts: str, pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(sent_and_counted, len(hosts), list(hosts))):
-        kinds = (
-            "all-to-all",
-            "all-gather",
-            "reduce-scatter",
-            "all-reduce",
-            *(() if hosts == "aaa" and rank == 0 else ("messages",)),
-        )
         reached = {"node": 3} if hosts == "aaa" else {"node": 2, "network": 2}
-        assert found.keys() == {
-            f"{size} {kind} over the {link}" for size in ("small", "large") for kind in kinds for link in reached
-        }
-        for link, size in reached.items():
-            for kind in kinds:
-                gb_per_s, seen = found[f"large {kind} over the {link}"]
-                part = NBYTES // 4 // size * 4
-                to_others = {"messages": NBYTES, "all-reduce": size * part * (size - 1)}.get(kind, part * (size - 1))
-                assert gb_per_s * 1e9 == pytest.approx(to_others)
-                assert seen == 4 * to_others  # three repeats, and one that connects
-                microseconds, seen = found[f"small {kind} over the {link}"]
-                assert microseconds == pytest.approx(1e6)
-                assert seen == 4 * 20 * 64 * {"messages": 1, "all-reduce": size * (size - 1)}.get(kind, size - 1)
+        expected: dict[str, tuple[float, int]] = {}
+        calls = {"small": 20, "medium": 10, "large": 4}
+        repeats = 4  # three, and one that connects
+        for link, ranks in reached.items():
+            for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
+                for size, times in calls.items():
+                    to_others = links.bytes_sent(kind, ranks, NBYTES, size)
+                    expected[links.link_name(link, kind, size)] = (1e6, repeats * times * to_others)
+            if hosts == "aabb" or rank > 0:
+                expected[f"small messages over the {link}"] = (1e6, repeats * calls["small"] * 64)
+                expected[f"large messages over the {link}"] = (NBYTES / 1e9, repeats * calls["large"] * NBYTES)
+        assert found == {name: (pytest.approx(value), seen) for name, (value, seen) in expected.items()}
+
+
+def test_medium_messages_lie_between_small_and_large_ones() -> None:
+    assert [links.bytes_sent("all_to_all", 2, 1 << 24, size) for size in links.SIZES] == [64, 1 << 18, 1 << 23]
+    assert links.bytes_sent("all_reduce", 2, 1 << 24, "large") == 1 << 24
+
+
+def test_a_collective_that_adds_less_than_its_noise_is_not_measured(pool: RankPool) -> None:
+    assert pool.run(added_in_vain, 1) == ["it adds less than the same work differs without it"]
+
+
+def added_in_vain() -> str:
+    """What a link says of a collective that takes no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "_seconds", lambda *_: 1.0)
+        *_, last = link_measurements("node", dist.group.WORLD, CPU, nbytes=NBYTES, repeats=2)
+        with pytest.raises(RuntimeError) as refused:
+            last.read()
+    return str(refused.value)
 
 
 ONE = Reading(value=1.0, spread=0.0, repeats=4)
@@ -405,6 +440,7 @@ AROUND = Surroundings(
     board_power_w=700.0,
     threads=None,
     ranks={"node": 2},
+    message_bytes=NBYTES,
 )
 
 
@@ -416,8 +452,9 @@ def values(*, failed: Sequence[str] = ()) -> Readings:
         for shape in SHAPES
     ]
     names += [COPY, "passes over 4 KiB", LAYER, LAUNCH, FORWARD, BACKWARD]
-    names += [links.link_name("node", kind, size) for kind in ("messages", *links.COLLECTIVES) for size in links.SIZES]
-    names += [STEP, "gradients of weights, products of bf16, 4 x 16 x 8"]
+    names += [links.link_name("node", "messages", size) for size in ("small", "large")]
+    names += [links.link_name("node", kind, size) for kind in links.COLLECTIVES for size in links.SIZES]
+    names += [LAYER_OF_RANKS, STEP_OF_RANKS, STEP, "gradients of weights, products of bf16, 4 x 16 x 8"]
     names += [
         f"attention of {format}, {phase}, {ATTENTION}"
         for format in ("fp32", "bf16")
@@ -451,10 +488,11 @@ def test_readings_become_figures_that_say_how_they_were_measured() -> None:
     assert cluster.peak_tflops("float32") == 2.0
     assert gpu.memory_tb_per_s.value == 5.0
     assert [(each.nbytes, each.tb_per_s.value) for each in gpu.passes] == [(7782, 6.0)]
-    host_costs = (cluster.host_layer_us, cluster.host_step_us)
-    assert [figure and figure.value for figure in host_costs] == [7.0, 21.0]
+    alone = (cluster.host_layer_us, cluster.host_step_us)
+    together = (cluster.host_layer_of_ranks_us, cluster.host_step_of_ranks_us)
+    assert [figure and figure.value for figure in (*alone, *together)] == [7.0, 27.0, 25.0, 26.0]
     attention = [(each.format, each.forward_tflops.value, each.backward_tflops.value) for each in gpu.attention]
-    assert attention == [("fp32", 23.0, 24.0), ("bf16", 25.0, 26.0)]
+    assert attention == [("fp32", 29.0, 30.0), ("bf16", 31.0, 32.0)]
     assert [(each.format, each.rows, each.columns, each.depth) for each in gpu.wgrads] == [("bf16", 4, 16, 8)]
     assert gpu.attention[0].scores == 2 * 3 * 5 * 6 // 2
     assert gpu.threads is None
@@ -465,13 +503,12 @@ def test_readings_become_figures_that_say_how_they_were_measured() -> None:
     assert cluster.links.network is None
     assert node is not None
     assert [figure and figure.value for figure in (node.latency_us, node.gb_per_s, node.gpus)] == [11.0, 12.0, 2.0]
-    assert node.collectives.reduce_scatter is not None
-    assert node.collectives.reduce_scatter.latency_us.value == 17.0
-    assert node.collectives.reduce_scatter.gb_per_s.value == 18.0
+    scatters = [(each.nbytes, each.us.value) for each in node.collectives.reduce_scatter]
+    assert scatters == [(64, 19.0), (64, 20.0), (2048, 21.0)]
     to_host = cluster.links.host
     assert to_host is not None
     of_host = (to_host.gb_per_s, to_host.latency_us, cluster.host_memory_gb_per_s)
-    assert [figure and figure.value for figure in of_host] == [27.0, 29.0, 30.0]  # the slower direction is 27
+    assert [figure and figure.value for figure in of_host] == [33.0, 35.0, 36.0]  # the slower direction is 33
 
 
 def test_what_could_not_be_measured_is_left_out() -> None:
@@ -481,8 +518,8 @@ def test_what_could_not_be_measured_is_left_out() -> None:
     assert cluster.host_launch_us is None
     assert cluster.links.node is not None
     assert cluster.links.node.latency_us is None
-    assert cluster.links.node.collectives.all_gather is None
-    assert cluster.links.node.collectives.all_to_all is not None
+    assert [each.us.value for each in cluster.links.node.collectives.all_gather] == [16.0, 17.0]
+    assert len(cluster.links.node.collectives.all_to_all) == 3
 
 
 def test_a_cluster_without_products_or_without_memory_is_none() -> None:

@@ -53,8 +53,11 @@ def attention(format: str, width: int) -> Attention:
     )
 
 
-def collective(gb_per_s: float) -> Collective:
-    return Collective(gb_per_s=figure(gb_per_s), latency_us=figure(200.0))
+def collective(gb_per_s: float, latency_us: float = 200.0) -> tuple[Collective, ...]:
+    """A collective that takes a latency, and its bytes over a rate."""
+    return tuple(
+        Collective(nbytes=nbytes, us=figure(latency_us + nbytes / gb_per_s * 1e-3)) for nbytes in (1, 1 << 20, 1 << 23)
+    )
 
 
 LAPTOP = Cluster(
@@ -88,6 +91,8 @@ LAPTOP = Cluster(
     ),
     host_layer_us=figure(16.0),
     host_step_us=figure(3000.0),
+    host_layer_of_ranks_us=figure(24.0),
+    host_step_of_ranks_us=figure(9000.0),
 )
 TREE = {
     "model": {"vocab_size": 256, "dim": 128, "num_layers": 2, "num_experts": 8, "top_k": 2, "expert_dim": 64},
@@ -119,7 +124,7 @@ def halved(value: Figure) -> Figure:
     return evolve(value, value=value.value / 2)
 
 
-def with_node(**collectives: Collective) -> Cluster:
+def with_node(**collectives: tuple[Collective, ...]) -> Cluster:
     node = LAPTOP.links.node
     assert node is not None
     return evolve(LAPTOP, links=Links(node=evolve(node, collectives=evolve(node.collectives, **collectives))))
@@ -148,15 +153,15 @@ PLANTED = {
         {"memory passes": 2.0, "optimizer": 2.0},
     ),
     "all-to-all": (
-        with_node(all_to_all=Collective(gb_per_s=figure(0.6), latency_us=figure(400.0))),
+        with_node(all_to_all=collective(0.6, 400.0)),
         {"expert transfers": 2.0},
     ),
     "all-reduce": (
-        with_node(all_reduce=Collective(gb_per_s=figure(0.35), latency_us=figure(400.0))),
+        with_node(all_reduce=collective(0.35, 400.0)),
         {"sums of gradients": 2.0},
     ),
-    "launches": (evolve(LAPTOP, host_layer_us=figure(8.0)), {"host launches": 0.5}),
-    "steps": (evolve(LAPTOP, host_step_us=figure(1500.0)), {"batch and log": 0.5}),
+    "launches": (evolve(LAPTOP, host_layer_of_ranks_us=figure(12.0)), {"host launches": 0.5}),
+    "steps": (evolve(LAPTOP, host_step_of_ranks_us=figure(4500.0)), {"batch and log": 0.5}),
 }
 
 
@@ -168,6 +173,14 @@ def test_what_halves_in_a_machine_moves_its_category_and_no_other(what: str) -> 
     assert before.keys() == after.keys() >= expected.keys()
     for name, seconds in before.items():
         assert after[name] / seconds == pytest.approx(expected.get(name, 1.0), rel=0.01), name
+
+
+def test_ranks_that_train_together_take_their_host_what_was_measured_of_such() -> None:
+    twice = evolve(LAPTOP, host_layer_us=figure(32.0), host_step_us=figure(6000.0))
+    assert told(twice).told == told(LAPTOP).told
+    before, after = (told(on, 1).told.categories for on in (LAPTOP, twice))
+    for name in ("host launches", "batch and log"):
+        assert after[name] == pytest.approx(2 * before[name])
 
 
 def test_everything_that_a_rank_does_takes_its_threads_one_after_the_other() -> None:
@@ -280,6 +293,16 @@ def test_costs_explain_times_and_none_is_negative() -> None:
     assert [one + 2 * other for one, other in (alike,)] == [pytest.approx(2.0)]
 
 
+def test_a_collective_of_another_size_lies_between_those_measured() -> None:
+    measured = [Collective(nbytes=nbytes, us=figure(us)) for nbytes, us in ((8000, 500.0), (64, 100.0), (1000, 400.0))]
+    on = rates(with_node(all_to_all=tuple(measured)))
+    for nbytes, us in ((8, 100.0), (64, 100.0), (532, 250.0), (1000, 400.0), (4500, 450.0), (80000, 5000.0)):
+        assert on.movement(nbytes, 0.0, "alltoall") == pytest.approx(1e-6 * us)
+    assert on.movement(0.0, 0.0, "alltoall") == 0.0
+    messages = rates(with_node(all_to_all=()))
+    assert messages.movement(1.5e9, 0.0, "alltoall") == pytest.approx(1.0 + 150e-6)
+
+
 def test_a_cluster_needs_the_links_on_which_a_plan_sends() -> None:
     alone = evolve(LAPTOP, links=Links())
     assert lacks(alone, planned(1)[1]) == []
@@ -307,8 +330,11 @@ def test_a_cluster_without_a_network_is_one_node_whatever_a_spec_says() -> None:
 
 def test_what_was_not_measured_is_named() -> None:
     _, plan_of_two = planned(2)
-    less = evolve(with_gpu(attention=(), passes=()), host_layer_us=None, host_step_us=None)
-    assert lacks(less, plan_of_two) == ["gpu.passes", "host_layer_us", "host_step_us", "gpu.attention of float32"]
+    less = evolve(with_gpu(attention=(), passes=()), host_layer_of_ranks_us=None, host_step_of_ranks_us=None)
+    host = ["host_layer_of_ranks_us", "host_step_of_ranks_us"]
+    assert lacks(less, plan_of_two) == ["gpu.passes", *host, "gpu.attention of float32"]
+    _, plan_of_one = planned(1)
+    assert lacks(less, plan_of_one) == ["gpu.passes", "gpu.attention of float32"]
     narrow = with_gpu(products=tuple(each for each in LAPTOP.gpu.products if each.format == "bf16"))
     assert lacks(narrow, plan_of_two) == ["gpu.products of float32"]
 

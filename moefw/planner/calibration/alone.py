@@ -24,6 +24,8 @@ from moefw_kernels.devices import is_gpu
 TERA: Final = 1e12
 GIGA: Final = 1e9
 MICRO: Final = 1e-6
+APART: Final = 32 << 20
+"""Bytes of operands that are taken in turn, so that they come from memory."""
 FP8_CAPABILITY: Final = (8, 9)
 """The compute capability from which on GPUs multiply fp8."""
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -92,7 +94,7 @@ ON_A_CPU: Final = Sizes(
         Shape(rows=8, columns=512, depth=512),
     ),
     heads=(Heads(sequences=4, heads=4, keys=256, width=16), Heads(sequences=4, heads=4, keys=256, width=64)),
-    spread=32 << 20,
+    spread=APART,
     copied=256 << 20,
     operands=(64 << 10, 1 << 20, 8 << 20, 64 << 20),
     operators=1000,
@@ -159,7 +161,12 @@ FORWARD: Final = "an operator that autograd records"
 BACKWARD: Final = "an operator of backward"
 LAYER: Final = "an operator in a layer"
 STEP: Final = "a step beside its passes"
+LAYER_OF_RANKS: Final = f"{LAYER} of ranks that train together"
+STEP_OF_RANKS: Final = f"{STEP}, of ranks that train together"
 OPERATORS_OF_PASSES: Final = 5
+BETWEEN: Final = Shape(rows=512, columns=256, depth=256)
+TIMES_BETWEEN: Final = 3
+"""Products, and passes over their rows, between two collectives: 2 to 3 ms of a core."""
 
 
 def formats(device: torch.device) -> list[str]:
@@ -278,6 +285,10 @@ def _call_of_host_copy(device: torch.device, nbytes: int, *, out: bool) -> tuple
 
 def _passes(clock: Clock, device: torch.device, nbytes: int, repeats: int) -> Reading:
     """Reading of the operators between products in a layer: each on tensors of fp32 of ``nbytes``."""
+    return _timed(clock, _passes_of_a_layer(device, nbytes), bytes_of_passes(nbytes) / TERA, repeats)
+
+
+def _passes_of_a_layer(device: torch.device, nbytes: int) -> Call:
     rows_RD = torch.randn(nbytes // (4 * ROW), ROW, device=device)
     others_RD = torch.randn_like(rows_RD)
     order_R = torch.randperm(len(rows_RD), device=device)
@@ -289,7 +300,20 @@ def _passes(clock: Clock, device: torch.device, nbytes: int, repeats: int) -> Re
         rows_RD.to(torch.bfloat16)
         torch.sum(rows_RD, dim=1)
 
-    return _timed(clock, layer, bytes_of_passes(nbytes) / TERA, repeats)
+    return layer
+
+
+def work_of_a_layer(device: torch.device) -> Call:
+    """Work as between two collectives of a layer: products with weights that lie apart, and passes over their rows."""
+    products = cycle([_call(device, "fp32", BETWEEN) for _ in range(APART // BETWEEN.nbytes)])
+    passes = _passes_of_a_layer(device, 4 * BETWEEN.rows * BETWEEN.columns)
+
+    def work() -> None:
+        for _ in range(TIMES_BETWEEN):
+            next(products)()
+            passes()
+
+    return work
 
 
 def bytes_of_passes(nbytes: int) -> int:

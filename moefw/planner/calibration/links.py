@@ -1,10 +1,16 @@
-"""What ranks measure together: messages between two, and collectives over all that a link connects. Collective."""
+"""What ranks measure together: messages between two, and collectives over all that a link connects. Collective.
+
+On a CPU ranks compute between two collectives, as in a step. The threads that carry a collective wake while all cores
+compute and wait for them, and the caches lose what the layers keep there: several times what a collective takes that
+follows the last one.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import Final, Literal
 
 import torch
@@ -12,7 +18,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.distributed import ProcessGroup
 
-from moefw.planner.calibration.alone import MICRO, Measurement
+from moefw.planner.calibration.alone import MICRO, Measurement, work_of_a_layer
 from moefw.planner.calibration.clocks import Call
 from moefw.planner.calibration.readings import Reading, reading_of
 from moefw.runtime.communication.gather import all_gather, reduce_scatter
@@ -26,11 +32,16 @@ LINKS: Final = ("node", "network")
 MESSAGES: Final = "messages"
 COLLECTIVES: Final = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
-Size = Literal["small", "large"]
+AT_THE_END: Final = "all_reduce"
+"""The collective for which ranks wait once the last one was launched, as a step does for the sums of its gradients."""
 
-SIZES: Final[tuple[Size, ...]] = ("small", "large")
-CALLS: Final[Mapping[Size, int]] = {"small": 20, "large": 1}
+Size = Literal["small", "medium", "large"]
+
+SIZES: Final[tuple[Size, ...]] = ("small", "medium", "large")
+CALLS: Final[Mapping[Size, int]] = {"small": 20, "medium": 10, "large": 4}
 """Calls of a repeat."""
+MEDIUM: Final = 32
+"""Medium messages in a large one."""
 
 
 @frozen(kw_only=True)
@@ -79,49 +90,50 @@ def link_measurements(
 ) -> Iterator[Measurement]:
     """Yield the measurements of a link in their order, the same on all ranks. ``nbytes``: of a large message.
 
-    A small message is timed for its latency, in microseconds. A large one for what a rank sends to others, in GB/s: as
-    all send at once, it receives as much.
+    Messages between two ranks follow each other. A small one is timed for its latency, in microseconds, a large one for
+    what a rank sends, in GB/s: as both send at once, it receives as much. A collective of each size is timed for the
+    microseconds that it adds to a rank, see :func:`bytes_sent`.
     """
     device = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
-    for kind in (MESSAGES, *COLLECTIVES):
+    for size in ("small", "large"):
+        unit = "us" if size == "small" else "GB/s"
+        read: Callable[[], Reading | None] = partial(_messages, group, device, nbytes, size, repeats)
+        yield Measurement(name=link_name(link, MESSAGES, size), unit=unit, read=read)
+    between = _nothing if is_gpu(device) else work_of_a_layer(device)
+    for kind in COLLECTIVES:
         for size in SIZES:
-            unit = "us" if size == "small" else "GB/s"
-            read = partial(_read, kind, group, device, nbytes, size, repeats)
-            yield Measurement(name=link_name(link, kind, size), unit=unit, read=read)
+            read = partial(_collective, kind, group, device, nbytes, size, repeats, between)
+            yield Measurement(name=link_name(link, kind, size), unit="us", read=read)
 
 
-def _read(
-    kind: str, group: ProcessGroup, device: torch.device, nbytes: int, size: Size, repeats: int
-) -> Reading | None:
-    """Reading of messages or of a collective; None if this rank has nobody to send to.
+def bytes_sent(kind: str, ranks: int, nbytes: int, size: Size) -> int:
+    """Bytes that a rank sends to others in a collective. ``nbytes``: of a large message.
+
+    Of a sum plans count the whole tensor to each other rank.
+    """
+    part = 4 * _values(nbytes, size, ranks)
+    return part * (ranks - 1) * (ranks if kind == "all_reduce" else 1)
+
+
+def _values(nbytes: int, size: Size, ranks: int) -> int:
+    """Values of fp32 that a rank has for each other one."""
+    if size == "small":
+        return SMALL
+    return max(1, nbytes // 4 // ranks // (MEDIUM if size == "medium" else 1))
+
+
+def _nothing() -> None:
+    """Nothing is computed between transfers."""
+
+
+def _messages(group: ProcessGroup, device: torch.device, nbytes: int, size: Size, repeats: int) -> Reading | None:
+    """Reading of messages; None if this rank has nobody to send to.
 
     The number of calls is fixed: all ranks must make as many.
     """
-    if kind != MESSAGES:
-        call, sent = _collective(kind, group, device, nbytes, size)
-    else:
-        partner = partner_in(0, group.rank(), group.size())
-        if partner is None:  # one of an odd number of ranks
-            return None
-        call, sent = _exchange(partner, group, device, nbytes, size)
-    calls = CALLS[size]
-    times = [_seconds(call, calls, device) / calls for _ in range(repeats + 1)][1:]  # the first connects
-    if size == "small":
-        return reading_of(times, figure=lambda taken_s: taken_s / MICRO)
-    return reading_of(times, figure=lambda taken_s: sent / taken_s / GIGA)
-
-
-def _seconds(call: Call, calls: int, device: torch.device) -> float:
-    begun = time.perf_counter()
-    for _ in range(calls):
-        call()
-    if is_gpu(device):
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
-
-
-def _exchange(partner: int, group: ProcessGroup, device: torch.device, nbytes: int, size: Size) -> tuple[Call, int]:
-    """Messages that this rank and its partner send each other, and the bytes of one."""
+    partner = partner_in(0, group.rank(), group.size())
+    if partner is None:  # one of an odd number of ranks
+        return None
     message = torch.zeros(SMALL if size == "small" else nbytes // 4, device=device)
     received = torch.empty_like(message)
 
@@ -133,21 +145,70 @@ def _exchange(partner: int, group: ProcessGroup, device: torch.device, nbytes: i
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    return exchange, message.nbytes
+    calls = CALLS[size]
+    times = [_seconds(exchange, calls, device) / calls for _ in range(repeats + 1)][1:]  # the first connects
+    if size == "small":
+        return reading_of(times, figure=lambda taken_s: taken_s / MICRO)
+    return reading_of(times, figure=lambda taken_s: message.nbytes / taken_s / GIGA)
 
 
-def _collective(kind: str, group: ProcessGroup, device: torch.device, nbytes: int, size: Size) -> tuple[Call, int]:
-    """A collective on a message of ``nbytes``, and the bytes that a rank sends to others in it."""
-    part = SMALL if size == "small" else nbytes // 4 // group.size()
+def _collective(
+    kind: str, group: ProcessGroup, device: torch.device, nbytes: int, size: Size, repeats: int, between: Call
+) -> Reading:
+    """Reading of what a collective adds to a rank that calls ``between`` before each.
+
+    Raises RuntimeError if that is less than what differs without it.
+    """
+    calls = CALLS[size]
+    launches = [_launch(kind, group, device, _values(nbytes, size, group.size())) for _ in range(calls)]
+
+    def with_collectives() -> None:
+        under_way = []
+        for launch in launches:
+            between()
+            work = launch()
+            if kind == AT_THE_END:
+                under_way.append(work)
+            else:
+                work.wait()
+        for work in under_way:
+            work.wait()
+
+    def without() -> None:
+        for _ in launches:
+            between()
+
+    def added_s() -> float:
+        taken = []
+        for call in (without, with_collectives):
+            dist.barrier(group)
+            taken.append(_seconds(call, 1, device))
+        return (taken[1] - taken[0]) / calls
+
+    times = [added_s() for _ in range(repeats + 1)][1:]  # the first connects
+    if median(times) <= 0:
+        raise RuntimeError("it adds less than the same work differs without it")
+    return reading_of(times, figure=lambda taken_s: taken_s / MICRO)
+
+
+def _seconds(call: Call, calls: int, device: torch.device) -> float:
+    begun = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if is_gpu(device):
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begun
+
+
+def _launch(kind: str, group: ProcessGroup, device: torch.device, part: int) -> Call:
+    """Launch of a collective on buffers of its own. ``part``: values that a rank has for each other one."""
     of_rank = torch.zeros(part, device=device)
     of_all = torch.zeros(part * group.size(), device=device)
     back = torch.empty_like(of_all)
     calls: dict[str, Call] = {
-        "all_to_all": partial(dist.all_to_all_single, back, of_all, group=group),
-        "all_gather": partial(all_gather, back, of_rank, group=group),
-        "reduce_scatter": partial(reduce_scatter, of_rank, of_all, group=group),
-        "all_reduce": partial(dist.all_reduce, of_all, group=group),
+        "all_to_all": partial(dist.all_to_all_single, back, of_all, group=group, async_op=True),
+        "all_gather": partial(all_gather, back, of_rank, group=group, async_op=True),
+        "reduce_scatter": partial(reduce_scatter, of_rank, of_all, group=group, async_op=True),
+        "all_reduce": partial(dist.all_reduce, of_all, group=group, async_op=True),
     }
-    # Plans count of a sum the whole tensor to each other rank.
-    sent = of_all if kind == "all_reduce" else of_rank
-    return calls[kind], sent.nbytes * (group.size() - 1)
+    return calls[kind]

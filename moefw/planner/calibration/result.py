@@ -17,10 +17,12 @@ from moefw.planner.calibration.alone import (
     HOST_COPY,
     LAUNCH,
     LAYER,
+    LAYER_OF_RANKS,
     OPERATORS_OF_PASSES,
     PHASES,
     SMALL_TO_HOST,
     STEP,
+    STEP_OF_RANKS,
     TO_HOST,
     Heads,
     Shape,
@@ -31,7 +33,7 @@ from moefw.planner.calibration.alone import (
     product_name,
     wgrad_name,
 )
-from moefw.planner.calibration.links import COLLECTIVES, MESSAGES, link_name
+from moefw.planner.calibration.links import COLLECTIVES, MESSAGES, SIZES, bytes_sent, link_name
 from moefw.planner.calibration.ranks import Readings, said_of
 from moefw.planner.calibration.readings import Reading
 from moefw.planner.cluster import (
@@ -60,7 +62,7 @@ class Surroundings:
 
     ``name``: what a run calls the GPU, or the processor and its threads. ``memory_bytes``, ``cores``: for each rank.
     ``board_power_w``: None: unknown. ``threads``: of a rank on a CPU; None: on a GPU. ``ranks``: by link, how many
-    reach each other.
+    reach each other. ``message_bytes``: of a large message.
     """
 
     about: str
@@ -70,6 +72,7 @@ class Surroundings:
     board_power_w: float | None
     threads: int | None
     ranks: dict[str, int]
+    message_bytes: int
 
 
 def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, version: str, date: str) -> Cluster:
@@ -101,7 +104,7 @@ def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, versio
         attention=figures.attention(sizes.heads),
         passes=figures.passes(sizes.operands),
     )
-    links = {link: figures.link(link, size) for link, size in around.ranks.items()}
+    links = {link: figures.link(link, ranks, around.message_bytes) for link, ranks in around.ranks.items()}
     return Cluster(
         about=around.about,
         gpu=gpu,
@@ -111,6 +114,8 @@ def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, versio
         host_backward_us=figures.named(BACKWARD),
         host_layer_us=figures.named(LAYER),
         host_step_us=figures.named(STEP),
+        host_layer_of_ranks_us=figures.named(LAYER_OF_RANKS),
+        host_step_of_ranks_us=figures.named(STEP_OF_RANKS),
         host_cores=figures.read(around.cores),
         host_memory_gb_per_s=figures.named(HOST_COPY),
     )
@@ -181,12 +186,15 @@ class _Figures:
         shape = f"{fastest.rows} x {fastest.columns} x {fastest.depth}"
         return evolve(fastest.tflops, source=f"{fastest.tflops.source}, {shape}, the fastest")
 
-    def link(self, link: str, ranks: int) -> Link | None:
-        """A link that connects ``ranks``; None if not even messages could be measured."""
+    def link(self, link: str, ranks: int, nbytes: int) -> Link | None:
+        """A link that connects ``ranks``; None if not even messages could be measured.
+
+        ``nbytes``: of a large message.
+        """
         gb_per_s = self.named(link_name(link, MESSAGES, "large"))
         if gb_per_s is None:
             return None
-        collectives = {kind: self._collective(link, kind) for kind in COLLECTIVES}
+        collectives = {kind: self._collectives(link, kind, ranks, nbytes) for kind in COLLECTIVES}
         return Link(
             gb_per_s=gb_per_s,
             gpus=self.read(ranks) if link == "node" else None,
@@ -201,12 +209,14 @@ class _Figures:
             return None
         return HostLink(gb_per_s=min(out, back, key=lambda figure: figure.value), latency_us=latency)
 
-    def _collective(self, link: str, kind: str) -> Collective | None:
-        gb_per_s = self.named(link_name(link, kind, "large"))
-        latency_us = self.named(link_name(link, kind, "small"))
-        if gb_per_s is None or latency_us is None:
-            return None
-        return Collective(gb_per_s=gb_per_s, latency_us=latency_us)
+    def _collectives(self, link: str, kind: str, ranks: int, nbytes: int) -> tuple[Collective, ...]:
+        """A collective of every size that was measured."""
+        found = []
+        for size in SIZES:
+            us = self.named(link_name(link, kind, size))
+            if us is not None:
+                found.append(Collective(nbytes=bytes_sent(kind, ranks, nbytes, size), us=us))
+        return tuple(found)
 
     def _measured(self, reading: Reading) -> Figure:
         return Figure(value=_rounded(reading.value), source=f"{self._by}, {said_of(reading)}")

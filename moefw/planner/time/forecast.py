@@ -110,10 +110,11 @@ def lacks(cluster: Cluster, plan: Ledger | None = None, runs: Software | None = 
     between GPUs.
     """
     if cluster.is_measured:
+        together = plan is not None and plan.world > 1
+        of_host = ("host_layer_of_ranks_us", "host_step_of_ranks_us") if together else ("host_layer_us", "host_step_us")
         needed: dict[str, object] = {
             "gpu.passes": cluster.gpu.passes,
-            "host_layer_us": cluster.host_layer_us,
-            "host_step_us": cluster.host_step_us,
+            **{name: getattr(cluster, name) for name in of_host},
         }
     else:
         needed = {"gpu.board_power_w": cluster.gpu.board_power_w}
@@ -193,7 +194,7 @@ def forecast(
         micro_batches=plan.micro_batches,
         ep_overlap=bool(runs.ep_overlap),
     )
-    scale = Scale.of(fitted(), cluster, figures())
+    scale = Scale.of(fitted(), cluster, figures(), plan.world)
     step = told(rehearsal, scale)
     busiest = next(position for position in plan.positions if step.busiest in position.at)
     inputs = _inputs(assembly, plan, cluster_name, runs, costs.shapes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from math import log
 from typing import Final, Protocol, final
 
@@ -301,11 +302,25 @@ class MeasuredRates(Rates):
         if not nbytes:
             return 0.0
         assert link is not None, "the cluster lacks no link"
-        measured = getattr(link.collectives, collective, None)
-        rate = link.gb_per_s if measured is None else measured.gb_per_s
-        latency = link.latency_us if measured is None else measured.latency_us
-        latency_us = self.figures.transfers.latency_us if latency is None else latency
-        return nbytes / (rate.value * GIGA) + latency_us.value * MICRO
+        measured = getattr(link.collectives, collective, ())
+        if measured:
+            return MICRO * _microseconds(sorted((each.nbytes, each.us.value) for each in measured), nbytes)
+        latency_us = self.figures.transfers.latency_us if link.latency_us is None else link.latency_us
+        return nbytes / (link.gb_per_s.value * GIGA) + latency_us.value * MICRO
+
+
+def _microseconds(measured: Sequence[tuple[int, float]], nbytes: float) -> float:
+    """Microseconds of a collective of so many bytes: on a line between measured sizes, and at the rate of the largest.
+
+    ``measured``: bytes and microseconds, in order. Smaller ones than the smallest take as long.
+    """
+    if nbytes <= measured[0][0]:
+        return measured[0][1]
+    for (less, less_us), (more, more_us) in pairwise(measured):
+        if nbytes <= more:
+            return less_us + (more_us - less_us) * (nbytes - less) / (more - less)
+    largest, largest_us = measured[-1]
+    return largest_us * nbytes / largest
 
 
 def _costs_of_products(products: Iterable[Measured]) -> Mapping[str, tuple[float, ...]]:

@@ -74,16 +74,19 @@ class Scale:
     """Seconds of what a step does besides its work: batch, zeroed gradients, sums of metrics, log."""
 
     @classmethod
-    def of(cls, numbers: Fitted, cluster: Cluster, figures: Figures) -> Scale:
-        """Scale on a cluster. Fitted numbers are of published shares: what was measured is as it was measured."""
+    def of(cls, numbers: Fitted, cluster: Cluster, figures: Figures, world: int = 1) -> Scale:
+        """Scale on a cluster. Fitted numbers are of published shares: what was measured is as it was measured.
+
+        ``world``: ranks that train together, as what their host takes was measured apart.
+        """
         if not cluster.is_measured:
             return cls._published(numbers, cluster, figures)
         if cluster.gpu.threads is None:
-            return cls._measured_gpu(numbers, cluster, figures)
-        return cls._threads(cluster)
+            return cls._measured_gpu(numbers, cluster, figures, world)
+        return cls._threads(cluster, world)
 
     @classmethod
-    def _threads(cls, cluster: Cluster) -> Scale:
+    def _threads(cls, cluster: Cluster, world: int) -> Scale:
         """Scale of ranks that compute in the threads of their host: one thing runs after the other.
 
         Transfers have threads of their own, but no cores of their own.
@@ -93,7 +96,7 @@ class Scale:
             experts=1.0,
             attention=1.0,
             passes=1.0,
-            host_s=_seconds(cluster.host_layer_us),
+            host_s=_seconds(cluster.host_layer_us if world == 1 else cluster.host_layer_of_ranks_us),
             gap_s=0.0,
             transfers=1.0,
             tensor=1.0,
@@ -101,14 +104,14 @@ class Scale:
             meeting=1.0,
             sums=1.0,
             beside=0.0,
-            step_s=_seconds(cluster.host_step_us),
+            step_s=_seconds(cluster.host_step_us if world == 1 else cluster.host_step_of_ranks_us),
         )
 
     @classmethod
-    def _measured_gpu(cls, numbers: Fitted, cluster: Cluster, figures: Figures) -> Scale:
+    def _measured_gpu(cls, numbers: Fitted, cluster: Cluster, figures: Figures, world: int) -> Scale:
         """Scale of GPUs that were measured. What runs side by side there is as on others."""
         return evolve(
-            cls._threads(cluster),
+            cls._threads(cluster, world),
             gap_s=figures.gap_us.value * MICRO,
             tensor=figures.tensor_parallel_exposed.value,
             merged=numbers.merged,
