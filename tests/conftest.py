@@ -12,10 +12,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from bare_runs import make_runs_bare
 from moefw.testing.pool import PRELOADED, RankPool, copies_context
 from triton_process import begin
 
-PRELOADED += ["bokeh.plotting", "moefw.testing.suites.dispatcher", "moefw.testing.suites.memory_policy"]
+PRELOADED += ["bare_runs", "moefw.testing.suites.dispatcher", "moefw.testing.suites.memory_policy"]
 """What runs of tests and ranks of suites import too."""
 
 pytest_plugins = ("cpu_seconds", "deep_table", "fake_deep_ep", "fault_table")
@@ -42,11 +43,8 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _short_samples() -> Iterator[None]:
-    """Let a run that ends write a short sample: that of a user takes longer than the training of a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moefw.training.report.SAMPLE_TOKENS", 4)
-        yield
+def _bare_runs() -> None:
+    make_runs_bare()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,12 +24,10 @@ def report(runs: tuple[Path, ...], out: Path | None) -> int:
 
     The page needs no other file and no network. A run may still be going. An earlier page is replaced whole.
     """
-    from moefw.report.page import write_page
-
     out = runs[0] / PAGE if out is None else out
     try:
         with waiting("reading the run" if len(runs) == 1 else "reading the runs"):
-            write_page(runs, out)
+            _write_page(runs, out)
     except OSError as error:
         reason = os_reason(error)
         raise SpecError(f"{error.filename or out}: {reason}.", "Name a run and a page that can be used.") from error
@@ -59,10 +57,15 @@ def _write_beside(run_dir: Path) -> None:
         return  # it has not made a step
     page = run_dir / PAGE
     try:
-        from moefw.report.page import write_page
-
-        write_page([run_dir], page)
+        _write_page([run_dir], page)
     except Exception as error:
         click.echo(printable(f"there is no report: {error}"))
     else:
         click.echo(f"the report is in {page}")
+
+
+def _write_page(runs: Sequence[Path], out: Path) -> None:
+    """Write a page about runs. Only then is Bokeh imported, which takes seconds."""
+    from moefw.report.page import write_page
+
+    write_page(runs, out)

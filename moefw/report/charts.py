@@ -222,8 +222,9 @@ class Charts:
         if not self._figures:
             return {"documents": {}, "items": [], "heats": [], "hovers": []}
         document = Document()
-        for plot in self._figures:
-            document.add_root(plot)
+        with document.models.freeze():  # which then looks for the models of all figures once
+            for plot in self._figures:
+                document.add_root(plot)
         places = {plot.id: f"picture-{number}" for number, plot in enumerate(self._figures)}
         item = {"docid": "report", "roots": places, "root_ids": list(places)}
         more = {"heats": self._heats, "hovers": self._hovers}

@@ -22,21 +22,29 @@ def canonical_parameters(model: nn.Module) -> Iterator[Canonical]:
 
     Here, once for all routers, their parameters get the role ``router``, and embeddings of torch theirs.
     """
-    role = _role_of_all(model)
-    for piece in _named(model):
-        yield piece if role is None else evolve(piece, role=role)
+    return _named(model, "", None)
 
 
-def _named(model: nn.Module) -> Iterator[Canonical]:
-    """Yield the parameters of a module as it names them, or as torch does."""
-    if isinstance(model, Named):
-        yield from model.canonical()
+def _named(module: nn.Module, prefix: str, role: ParameterRole | None) -> Iterator[Canonical]:
+    """Yield the parameters of a module, as it names them or as torch does, under a prefix.
+
+    ``role``: that of all parameters of a module around this one.
+    """
+    role = role or _role_of_all(module)
+    for piece in _own(module):
+        yield evolve(piece, name=f"{prefix}{piece.name}", role=role or piece.role)
+    if not isinstance(module, Named):
+        for name, child in module.named_children():
+            yield from _named(child, f"{prefix}{name}.", role)
+
+
+def _own(module: nn.Module) -> Iterator[Canonical]:
+    """Yield the parameters that a module names, or those that are its own and not of a child."""
+    if isinstance(module, Named):
+        yield from module.canonical()
         return
-    for name, parameter in model.named_parameters(recurse=False):
+    for name, parameter in module.named_parameters(recurse=False):
         yield Canonical(name, parameter)
-    for prefix, child in model.named_children():
-        for piece in canonical_parameters(child):
-            yield evolve(piece, name=f"{prefix}.{piece.name}")
 
 
 def _role_of_all(module: nn.Module) -> ParameterRole | None:

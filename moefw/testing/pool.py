@@ -180,14 +180,16 @@ def _serve(pipe: Connection, port: int) -> None:
             return
         status: Status = "unconnected"
         answer: tuple[Status, Any]
+        store_of_job = dist.PrefixStore(f"job{job}", store)  # type: ignore[attr-defined]
         try:
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore(f"job{job}", store),  # type: ignore[attr-defined]
+                store=store_of_job,
                 rank=rank,
                 world_size=world,
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             )
+            store_of_job.set(f"connected{rank}", "")
             status = "failed"
             answer = ("done", function(*args))
         except BaseException as error:
@@ -195,6 +197,8 @@ def _serve(pipe: Connection, port: int) -> None:
         pipe.send_bytes(pickle.dumps(answer))
         if status == "unconnected":
             return
+        # Those that still connect would find a connection closed, and fail.
+        store_of_job.wait([f"connected{each}" for each in range(world)])
         dist.destroy_process_group()
         del function, args, answer
         _freeze()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from moefw.commands import run_plan, specs
+from command_here import moefw_says
+from moefw.commands import run_plan, specs, train
 from moefw.commands.run_plan import planned_beside
 from moefw.compose.assembly import Assembly
 from small_spec import small_spec
@@ -49,6 +50,13 @@ def test_a_plan_is_there_while_the_run_goes_on(assembly: Assembly, started: list
         assert started[0].wait(timeout=200) == 0
     assert ledger(assembly).keys() == {"predicted"}
     assert ledger(assembly)["predicted"]["peak_bytes"] > 0
+
+
+def test_train_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(train, "planned_beside", planned_beside)
+    moefw_says("train", small_spec(tmp_path))
+    assert (tmp_path / "run" / "ledger.json").is_file()
 
 
 def test_a_run_that_ends_first_says_so_and_leaves_no_process(assembly: Assembly) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import product
 from typing import Any, get_args
@@ -285,6 +285,7 @@ def of_experts() -> dict[str, Case]:
 CASES = {**quantizers(), **fused(), **others(), **PRODUCTS, **of_experts()}
 
 
+@cache
 def machine_code(name: str, capability: int) -> list[Compiled]:
     return compile_launches(CASES[name].launch, capability)
 
@@ -312,14 +313,14 @@ def hold(case: Case, code: Compiled, capability: int) -> None:
 
 
 RESEMBLE_OTHERS = (
-    *("mxfp8 (1, 32) ()", "mxfp8 (32, 1) ()", "mxfp8 (32, 32) ()"),
+    *("mxfp8 (1, 32) ()", "mxfp8 (32, 1) ()", "mxfp8 (32, 32) ()", "mxfp8 both ()"),
+    *("fp8 (128, 128) (True,)", "fp8 of fp32", "nvfp4 (16, 16) keyed=True"),
     *("clamped swiglu", "clamped swiglu backward", "swiglu_quantize power_of_two"),
-    *(
-        "permute_quantize power_of_two padding=True",
-        "hadamard of columns",
-        "swizzle rows",
-        "gather_sum torch.float32 1",
-    ),
+    *("permute_quantize power_of_two padding=True", "hadamard of columns", "swizzle rows", "rope of neighbours"),
+    *("gather_sum torch.float32 1", "gather_sum torch.bfloat16 1"),
+    *("route softmax", "route softmax backward", "route sqrtsoftplus", "route sqrtsoftplus backward"),
+    *("sums softmax", "sums softmax backward", "sums sqrtsoftplus", "sums sqrtsoftplus backward"),
+    *("gated swiglu 0", "down swiglu 0", "gated backward clamped 0", "weight gradients swiglu"),
 )
 DEEP = [name for name, case in CASES.items() if case.deep or name in RESEMBLE_OTHERS]
 
@@ -359,7 +360,7 @@ def test_a_gpu_without_fp8_rounds_in_integers(compiler: ProcessPoolExecutor, nam
 
 
 @pytest.mark.parametrize(
-    "name", ["gated swiglu 0", "down clamped 0", "gated backward swiglu 0", "weight gradients clamped"]
+    "name", ["gated clamped 0", "down clamped 0", "gated backward swiglu 0", "weight gradients clamped"]
 )
 def test_addresses_of_rows_of_experts_are_products_of_64_bits(compiler: ProcessPoolExecutor, name: str) -> None:
     (code,) = compiler.submit(machine_code, name, 90).result()

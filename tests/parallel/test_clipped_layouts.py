@@ -75,7 +75,7 @@ def test_a_clip_trains_for_20_steps_as_on_one_rank(long: LayoutTable, layout: st
 
 
 def _assert_alike(table: LayoutTable, layout: str) -> None:
-    row = Row(**LAYOUTS[layout], optimizer=MUON)
+    row = Row(**{"tokens_per_step": 128, **LAYOUTS[layout]}, optimizer=MUON)
     alone = table.alone(row)
     runs = table.runs(row)
     found = deviation(runs, alone)

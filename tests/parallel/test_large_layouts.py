@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from fake_steps import FakeStep, fake_assembly, fake_step
 from moefw.recording.fake_tensors import fake_world
+from pairwise import deep
 from python_lines import at_most
 
 SEQ_LEN = 4096
@@ -152,9 +153,8 @@ def name(sizes: Sizes) -> str:
 @pytest.mark.parametrize(
     "sizes",
     [
-        *(pytest.param(sizes, marks=pytest.mark.deep) for sizes in FULL),
-        *(sizes._replace(layers=3) for sizes in FULL),
-        *SHALLOW,
+        *deep(*FULL, FULL[1]._replace(layers=3), SHALLOW[1]),
+        *(FULL[0]._replace(layers=3), SHALLOW[0], SHALLOW[2]),
     ],
     ids=name,
 )

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from command_here import moefw_says
 from moefw.commands.report import reported
 from moefw.core.errors import RunError
+from small_spec import small_spec
 from synthetic_run import write_run
 
 QUIET = SimpleNamespace(asked=None)
@@ -20,6 +22,13 @@ def test_a_run_that_is_done_gets_its_page(tmp_path: Path, capsys: pytest.Capture
         assert not (run / "report.html").exists()
     assert capsys.readouterr().out == f"the report is in {run / 'report.html'}\n"
     assert (run / "report.html").exists()
+
+
+def test_the_page_of_a_run_has_its_numbers(tmp_path: Path) -> None:
+    said = moefw_says("train", small_spec(tmp_path))
+    page = tmp_path / "run" / "report.html"
+    assert f"the report is in {page}" in said
+    assert "2 steps" in page.read_text()
 
 
 @pytest.mark.parametrize("failures", [True, False])

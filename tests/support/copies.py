@@ -1,8 +1,8 @@
 """Commands in copies of a process that has imported torch, because the imports cost a new process seconds.
 
 A copy is a process of its own, in a session of its own. The ranks that a launcher or torchrun starts in it are copies
-too. What a command imports, and what ``/proc`` says of its start, only ``subprocess`` shows. A run that ends writes a
-short sample: that of a user takes longer than the training of a test.
+too. What a command imports, and what ``/proc`` says of its start, only ``subprocess`` shows. Runs are those
+of ``bare_runs``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from bare_runs import make_runs_bare
 from moefw.testing import pool
 from moefw.testing.pool import copies_context
-from moefw.training import launcher, report
+from moefw.training import launcher
 
 
 class Copy:
@@ -112,7 +113,7 @@ def _copy(command: list[str], folder: str, environment: dict[str, str], said: st
     pool.ensure_running = lambda: None  # type: ignore[attr-defined]
     launcher._start = lambda command, environment, leash: Rank(command[3:], environment, leash)  # type: ignore[assignment]
     SubprocessHandler._popen = lambda _, command, environment: Rank(command[3:], environment, None)  # type: ignore[assignment]
-    report.SAMPLE_TOKENS = 4
+    make_runs_bare()
     _run(command, environment)
 
 

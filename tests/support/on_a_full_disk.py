@@ -10,6 +10,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from bare_runs import make_runs_bare
 from moefw.cli import main
 
 PAGE = 4096
@@ -42,5 +43,6 @@ def train(spec: str, disk: Path, free_pages: int, overrides: list[str]) -> dict[
 
 
 if __name__ == "__main__":
+    make_runs_bare()
     spec, disk, cases = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     print(json.dumps([train(spec, disk, free, overrides) for free, overrides in cases]))

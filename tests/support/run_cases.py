@@ -54,8 +54,8 @@ def wait_until(true: Callable[[], object], process: subprocess.Popen[str] | Copy
 
 
 def ranks_of(parent: int) -> list[int]:
-    """Return the processes of the ranks that ``parent`` has started, in order: behind the one that plans its memory."""
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()][1:]
+    """Return the processes of the ranks that ``parent`` has started, in order."""
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def end(process: subprocess.Popen[str] | Copy) -> tuple[int, list[str], float]:
@@ -68,7 +68,7 @@ def end(process: subprocess.Popen[str] | Copy) -> tuple[int, list[str], float]:
 
 
 def _wait_until_gone(group: int) -> None:
-    """Wait for the processes of a group. The one that plans memory ends with its input, a moment after the run."""
+    """Wait for the processes of a group, of which some end a moment after the run."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:

@@ -44,7 +44,15 @@ def test_no_rank_writes_more_than_a_tenth_above_its_share(pairs: Pairs, layout: 
     assert pairs.busiest(layout) <= 1.1
 
 
-@pytest.mark.parametrize(("source", "target"), QUICK[-4:], ids=" to ".join)
+OF_SHARDS = [
+    ("pp x FSDP", "FSDP on 3 ranks"),
+    ("tp x FSDP x ep", "pp, interleaved"),
+    pytest.param("pp x FSDP", "tp x FSDP x ep", marks=pytest.mark.deep),
+    pytest.param("tp x FSDP x ep", "dp", marks=pytest.mark.deep),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), OF_SHARDS)
 def test_a_rank_reads_the_chunks_that_its_boxes_touch_once_each(pairs: Pairs, source: str, target: str) -> None:
     """No tensor is made that is larger than a part that the rank stores, or than a chunk."""
     for rank in pairs.read(source, target):

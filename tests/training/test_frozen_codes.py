@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Mapping
@@ -124,11 +125,16 @@ def assert_codes_compute_what_values_do(folder: Path, **parts: Any) -> None:
     assert [name for name, value in found.items() if not torch.equal(value, wanted[name])] == []
 
 
-OF_THESE_WAYS = ["grouped", "loop", "grouped, delayed", "loop, delayed", "recomputed", "offloaded", "merged"]
-
-
-@pytest.mark.parametrize("way", quick(OF_THESE_WAYS, "grouped", "loop", "recomputed"))
-@pytest.mark.parametrize("family", FOLDERS)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *each_value(FOLDERS, ["grouped", "loop", "recomputed"]),
+        *(
+            pytest.param(family, way, marks=pytest.mark.deep)
+            for family, way in itertools.product(FOLDERS, ["grouped, delayed", "loop, delayed", "offloaded", "merged"])
+        ),
+    ],
+)
 def test_losses_and_gradients_have_the_bits_of_decoded_weights(folders: Path, family: str, way: str) -> None:
     assert_codes_compute_what_values_do(folders / family, **WAYS[way])
 
