@@ -138,7 +138,7 @@ def others() -> dict[str, Case]:
     }
     for experts in (128, 1024):
         sort = partial(call, "counting_sort", "counting_sort", none(131072, dtype=torch.int64), experts)
-        cases[f"counting sort {experts}"] = Case(sort, (4, 1), counts=True, deep=experts > 128)
+        cases[f"counting sort {experts}"] = Case(sort, (5, 2), counts=True, deep=experts > 128)
     for name, experts, choice in CHOICES:
         logits, bias, k = none(16384, experts, dtype=torch.float32), none(experts, dtype=torch.float32), choice.k
         ids, weights = none(16384, k, dtype=torch.int64), none(16384, k, dtype=torch.float32)
@@ -162,8 +162,6 @@ def others() -> dict[str, Case]:
         cases[f"gather_sum {dtype} {choices}"] = Case(launch, (choices * dtype.itemsize, 0), deep=deep)
     order = none(131072, dtype=torch.int32)
     cases["tokens and rows"] = Case(partial(call, "permute", "tokens_and_rows", order, 131072, 8), (0, 8))
-    counts = none(128, dtype=torch.int64)
-    cases["counts and ends"] = Case(partial(call, "permute", "counts_and_ends", counts), (0, 2))
     cases["empty groups"] = Case(partial(call, "empty_groups", "clear_empty_groups", none(8, 2048, 768), ENDS), (2, 0))
     cases["take"] = Case(partial(call, "paged_copy", "take", pages, COUNT, 16384), (13, 3))
     cases["free"] = Case(partial(call, "paged_copy", "free", pages, INDEX[:256]), (2, 10))

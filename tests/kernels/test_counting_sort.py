@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefw_kernels.counting_sort import MOST_EXPERTS, counting_sort, reference
+from moefw_kernels.counting_sort import MOST_EXPERTS, SortedIds, counting_sort, reference
 from moefw_kernels.permute import sort_choices
 from pairwise import each_value
 
@@ -29,10 +29,12 @@ def check(ids: str, length: int, experts: int, dtype: torch.dtype, kernel: bool)
         sort = reference.counting_sort
     expert_N = IDS[ids](length, experts, torch.Generator().manual_seed(length)).to(dtype)
     keys = torch.where((expert_N < 0) | (expert_N >= experts), experts, expert_N)
-    order, counts = sort(expert_N, experts)
-    assert order.tolist() == torch.sort(keys, stable=True).indices.tolist()
-    assert counts.dtype == torch.int64
-    assert counts.tolist() == torch.bincount(keys, minlength=experts + 1)[:experts].tolist()
+    found = sort(expert_N, experts)
+    assert found.order_N.tolist() == torch.sort(keys, stable=True).indices.tolist()
+    wanted = torch.bincount(keys, minlength=experts + 1)[:experts]
+    assert (found.counts.dtype, found.counts_e.dtype, found.ends_e.dtype) == (torch.int64, torch.int32, torch.int32)
+    assert found.counts.tolist() == found.counts_e.tolist() == wanted.tolist()
+    assert found.ends_e.tolist() == wanted.cumsum(0).tolist()
 
 
 @pytest.mark.parametrize("ids", IDS)
@@ -58,7 +60,7 @@ def test_the_kernel_sorts_on_a_gpu_up_to_its_limit(monkeypatch: pytest.MonkeyPat
 
     calls: list[int] = []
 
-    def kernel(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    def kernel(expert_N: Tensor, num_experts: int) -> SortedIds:
         calls.append(num_experts)
         return reference.counting_sort(expert_N, num_experts)
 

@@ -12,7 +12,7 @@ from test_quantize_kernels import awkward
 from torch import Tensor
 
 from moefw_kernels.permute import gather_sum, reference, rows, sort_slots
-from moefw_kernels.permute.rows import RowMap, counts_and_ends
+from moefw_kernels.permute.rows import RowMap
 from pairwise import deep
 
 
@@ -123,22 +123,6 @@ def rows_as_the_reference() -> None:
     assert slots.slot_R.tolist() == [1, 4, 5, 2, 0]
     assert slots.rows.token_R.tolist() == [0, 2, 2, 1, 0]
     assert slots.rows.row_TK.tolist() == [[4, 0], [3, -1], [1, 2]]
-
-
-def ends_as_the_reference() -> None:
-    for length in (0, 1, 7, 1024, 2051):
-        counts_e = torch.randint(0, 9, (length,), generator=torch.Generator().manual_seed(length))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Tensor, "is_cuda", True, raising=False)
-            patch.delattr(reference, "counts_and_ends")
-            found = counts_and_ends(counts_e)
-        for mine, right in zip(found, reference.counts_and_ends(counts_e), strict=True):
-            assert mine.dtype == right.dtype == torch.int32
-            assert torch.equal(mine, right)
-
-
-def test_a_kernel_finds_the_ends_of_groups(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(ends_as_the_reference).result()
 
 
 def test_a_kernel_finds_the_tokens_of_rows_and_the_rows_of_choices(interpreter: ProcessPoolExecutor) -> None:

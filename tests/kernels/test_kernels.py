@@ -77,7 +77,7 @@ def test_arrived_rows_are_expanded_in_order_of_expert_and_source_within_the_budg
     source_N = torch.randint(0, 3, (arrived,), generator=generator) if sources else None
     arrival = arrange(ids_NK, 3, alignment=alignment, capacity=capacity, budget=budget, source_N=source_N)
     rows_ND = torch.arange(1.0, arrived + 1).unsqueeze(1)
-    weights_NK = torch.arange(1.0, arrived * k + 1).view(arrived, k)
+    weights_NK = torch.arange(1.0, arrived * k + 1).view(arrived, k).requires_grad_()
     wanted: list[float] = []
     counts = []
     for expert in range(3):
@@ -91,6 +91,8 @@ def test_arrived_rows_are_expanded_in_order_of_expert_and_source_within_the_budg
         wanted = (wanted + [0.0] * budget)[:budget]
     rows_RD, weights_R = arrival.expand(rows_ND, weights_NK)
     assert weights_R.tolist() == wanted
+    weights_R.backward(torch.where(weights_R > 0, weights_R, torch.nan))
+    assert weights_NK.grad.flatten().tolist() == [w if w in wanted else 0.0 for w in weights_NK.flatten().tolist()]
     assert rows_RD[:, 0].tolist() == [-(-weight // k) for weight in wanted]
     assert arrival.counts_e.tolist() == counts
     assert arrival.offsets_e.tolist() == torch.tensor(arrival.sizes).cumsum(0).tolist()

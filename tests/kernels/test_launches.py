@@ -46,14 +46,14 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 MOST = {
     #                                 forward  backward
-    "plain":                         (18, 31),
-    "groups and a bias":             (18, 31),
-    "losses":                        (23, 36),
-    "losses of tokens under a mask": (29, 37),
-    "a loss over sequences":         (22, 36),
-    "a loss over documents":         (22, 36),
-    "DeepSeek-V3":                   (22, 36),
-    "a loss over global batches":    (25, 37),
+    "plain":                         (17, 30),
+    "groups and a bias":             (17, 30),
+    "losses":                        (22, 35),
+    "losses of tokens under a mask": (28, 36),
+    "a loss over sequences":         (21, 35),
+    "a loss over documents":         (21, 35),
+    "DeepSeek-V3":                   (21, 35),
+    "a loss over global batches":    (24, 36),
 }  # fmt: skip
 """Kernels of a layer, of which no more than 40 each way are allowed."""
 
@@ -134,7 +134,7 @@ def test_the_gemm_triton_launches_fewer_kernels_and_moves_at_most_three_quarters
     """Bytes of all operators but products. ``add_`` is one here: on a GPU, that of weight gradients is in the product."""
     ((forward, backward),) = rank.run(seen, 1, "plain", TritonOnCpu.name)
     ((forward_of_grouped, backward_of_grouped),) = rank.run(seen, 1, "plain")
-    assert (kernels(forward), kernels(backward)) == (16, 29)
+    assert (kernels(forward), kernels(backward)) == (15, 28)
     for ours, theirs in ((forward, forward_of_grouped), (backward, backward_of_grouped)):
         assert kernels(ours) < kernels(theirs)
         nbytes, more = (
@@ -164,7 +164,6 @@ def launched(documents: bool) -> dict[tuple[str, str], int]:
         ("expert_gemm", "gated_backward"): (h, none(4, 32, 16), None, h, weights, order[:4], order, None, tile),
         ("expert_gemm", "product"): (h, none(4, 32, 16), None, None, order[:4], order, False, tile),
         ("expert_gemm", "row_tiles"): (order[:4], 64),
-        ("permute", "counts_and_ends"): (none(16, dtype=torch.int64),),
         ("permute", "gather_sum"): (h, order.view(8, 8)),
         ("permute", "tokens_and_rows"): (order, 64, 8),
         ("routing", "route"): (logits, choice, None, None),

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moefw.runtime.compute import bf16_parts
 from moefw.testing.host_waits import NAME
+from moefw_kernels.counting_sort import SortedIds
 from moefw_kernels.permute import reference as permute
 from moefw_kernels.routing import Chosen
 
@@ -31,7 +32,6 @@ KERNELS = {
     ("expert_gemm", "gated_backward"): 2,
     ("expert_gemm", "product"): 1,
     ("expert_gemm", "row_tiles"): 1,
-    ("permute", "counts_and_ends"): 1,
     ("permute", "gather_sum"): 1,
     ("permute", "tokens_and_rows"): 1,
     ("routing", "route"): 2,
@@ -64,10 +64,10 @@ class Launch:
     nbytes: int
 
 
-def with_places_in_int32(counting_sort: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tuple[Tensor, Tensor]:
+def with_places_in_int32(counting_sort: Callable[..., SortedIds], *args: Any) -> SortedIds:
     """Return what the kernels of the counting sort do."""
-    order_N, counts = counting_sort(*args)
-    return order_N.int(), counts
+    found = counting_sort(*args)
+    return found._replace(order_N=found.order_N.int())
 
 
 class Launches(TorchDispatchMode):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefw_kernels.counting_sort.sorted_ids import SortedIds
 
-def counting_sort(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+
+def counting_sort(expert_N: Tensor, num_experts: int) -> SortedIds:
     """Implement ``moefw_kernels.counting_sort.counting_sort``."""
     keys = keys_of(expert_N, num_experts)
-    return keys.argsort(stable=True), count(keys, num_experts)
+    counts = count(keys, num_experts)
+    return SortedIds(keys.argsort(stable=True), counts, counts.int(), counts.cumsum(0, dtype=torch.int32))
 
 
 def keys_of(expert_N: Tensor, num_experts: int) -> Tensor:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw_kernels.counting_sort import counting_sort
+from moefw_kernels.counting_sort import SortedIds, counting_sort
 from moefw_kernels.counting_sort.reference import keys_of
 from moefw_kernels.devices import on_host, runs_ahead
 from moefw_kernels.permute.groups import Slots, Sorted, padded, put, shifts, spans
-from moefw_kernels.permute.rows import RowMap, clear, counts_and_ends, gather, gather_sum, row_map
+from moefw_kernels.permute.rows import RowMap, gather, gather_sum, row_map
 
 MOST_PADDING: Final = 1 / 16
 """The most padding that is allocated to spare the host a read of the counts, as a share of the choices."""
@@ -43,11 +43,8 @@ class Arrival:
     def expand(self, rows_ND: Tensor, weights_NK: Tensor) -> tuple[Tensor, Tensor]:
         """``rows_RD`` and ``weights_R``; padding is zero. Differentiable."""
         rows_RD = gather(rows_ND, self.rows)
-        weights_R = weights_of(weights_NK, self.slot_R)
         unused = self.rows.padding if self.unused_R is None else self.unused_R
-        if unused is not None:
-            # Rows that come from nowhere have slot 0, and so the weight of another row.
-            weights_R = clear(weights_R, unused)
+        weights_R = weights_of(weights_NK, self.slot_R, self.rows, unused)
         if not self.tail:
             return rows_RD, weights_R
         return F.pad(rows_RD, (0, 0, 0, self.tail)), F.pad(weights_R, (0, self.tail))
@@ -57,10 +54,11 @@ class Arrival:
         return gather_sum(rows_RD[: len(self.slot_R)] if self.tail else rows_RD, self.rows)
 
 
-def weights_of(weights_NK: Tensor, slot_R: Tensor) -> Tensor:
-    """Weight of each row's choice, zero where there are no choices at all. Differentiable."""
-    weights = weights_NK.flatten()
-    return weights.index_select(0, slot_R) if weights.numel() else F.pad(weights, (0, len(slot_R)))
+def weights_of(weights_NK: Tensor, slot_R: Tensor, rows: RowMap, unused: Tensor | None = None) -> Tensor:
+    """Weight of each row's choice, zero for ``unused`` rows, a mask or indices, and without choices. Differentiable."""
+    # A choice is to this map what a token is to ``rows``: it has one row, or none.
+    of_choices = RowMap(slot_R, rows.row_TK.view(-1, 1), unused, rows.dropped, bags=None)
+    return gather(weights_NK.reshape(-1, 1), of_choices).squeeze(1)
 
 
 def in_blocks(choices: Sorted, expert_TK: Tensor, *, num_blocks: int, room: int) -> Slots:
@@ -115,7 +113,8 @@ def arrange(
     """
     num_arrived, k = expert_NK.shape
     shape_NK = (num_arrived, k)
-    slots, count_e = _sorted(expert_NK, num_experts, source_N)
+    found = _sorted(expert_NK, num_experts, source_N)
+    slots = found.order_N
     is_plain = alignment == 1 and not capacity and budget is None
     needs_counts = counts is None and (counts_on_host or not is_plain or num_rows is None)
     if needs_counts and not counts_on_host:
@@ -127,16 +126,16 @@ def arrange(
             return _within_budget(
                 slots,
                 expert_NK,
-                count_e,
+                found.counts,
                 alignment=alignment,
                 capacity=capacity,
                 budget=budget,
                 shape_NK=shape_NK,
             )
         if is_plain and waits:
-            return _with_room_for_all(slots, count_e, shape_NK)
+            return _with_room_for_all(found, shape_NK)
     if needs_counts:
-        (counts,) = on_host(count_e)
+        (counts,) = on_host(found.counts)
     if not is_plain:
         assert counts is not None
         return _in_groups(
@@ -152,8 +151,8 @@ def arrange(
         sizes = tuple(counts)
         num_rows = sum(sizes)
     assert num_rows is not None
-    in_order = Sorted(slots, count_e, num_arrived, k).slots(num_rows)
-    return Arrival(in_order.rows, in_order.slot_R, sizes, *counts_and_ends(count_e))
+    in_order = Sorted(slots, found.counts, num_arrived, k).slots(num_rows)
+    return Arrival(in_order.rows, in_order.slot_R, sizes, found.counts_e, found.ends_e)
 
 
 def _room(choices: int, num_experts: int, alignment: int, capacity: int) -> int | None:
@@ -170,26 +169,27 @@ def _room(choices: int, num_experts: int, alignment: int, capacity: int) -> int 
     return (choices + padding) // alignment * alignment
 
 
-def _with_room_for_all(slots: Tensor, count_e: Tensor, shape_NK: tuple[int, int]) -> Arrival:
+def _with_room_for_all(found: SortedIds, shape_NK: tuple[int, int]) -> Arrival:
     """Mapping of slots in order to a row for each of them: those without an expert are past the last end."""
-    counts_e, ends_e = counts_and_ends(count_e)
-    end = ends_e[-1:]
-    in_order = Sorted(slots, count_e, *shape_NK).slots(len(slots))
+    slots = found.order_N
+    end = found.ends_e[-1:]
+    in_order = Sorted(slots, found.counts, *shape_NK).slots(len(slots))
     row_NK = torch.where(in_order.rows.row_TK < end, in_order.rows.row_TK, -1)
     unused_R = torch.arange(len(slots), device=slots.device) >= end
     rows = row_map(in_order.rows.token_R, row_NK, dropped=True)
-    return Arrival(rows, in_order.slot_R, None, counts_e, ends_e, unused_R=unused_R)
+    return Arrival(rows, in_order.slot_R, None, found.counts_e, found.ends_e, unused_R=unused_R)
 
 
-def _sorted(expert_NK: Tensor, num_experts: int, source_N: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sorted(expert_NK: Tensor, num_experts: int, source_N: Tensor | None) -> SortedIds:
     """Slots ``n * K + k`` in order (expert, source, n, k), and the number of rows of each expert."""
     if source_N is None or not expert_NK.numel():
         return counting_sort(expert_NK.flatten(), num_experts)
     # Sort by source first; the sort by expert is stable and keeps that order within an expert.
     k = expert_NK.shape[1]
     by_source_N = source_N.argsort(stable=True)
-    order, count_e = counting_sort(expert_NK.index_select(0, by_source_N).flatten(), num_experts)
-    return by_source_N.index_select(0, order // k) * k + order % k, count_e
+    found = counting_sort(expert_NK.index_select(0, by_source_N).flatten(), num_experts)
+    order = found.order_N
+    return found._replace(order_N=by_source_N.index_select(0, order // k) * k + order % k)
 
 
 def _in_groups(

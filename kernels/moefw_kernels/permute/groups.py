@@ -163,7 +163,8 @@ def sort_choices(expert_TK: Tensor, num_experts: int) -> Sorted:
 
     Ids outside 0..num_experts-1 come last and are not counted.
     """
-    return Sorted(*counting_sort(expert_TK.flatten(), num_experts), *expert_TK.shape)
+    found = counting_sort(expert_TK.flatten(), num_experts)
+    return Sorted(found.order_N, found.counts, *expert_TK.shape)
 
 
 def sort_slots(expert_TK: Tensor, num_experts: int, *, num_rows: int | None = None) -> Slots:

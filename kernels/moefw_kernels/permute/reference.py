@@ -31,8 +31,3 @@ def tokens_and_rows(order_N: Tensor, num_rows: int, k: int) -> tuple[Tensor, Ten
     row_N = torch.full_like(order_N, -1)
     row_N[choice_R] = torch.arange(num_rows, dtype=torch.int32, device=order_N.device)
     return choice_R // k if k else choice_R, row_N
-
-
-def counts_and_ends(counts_e: Tensor) -> tuple[Tensor, Tensor]:
-    """Implement ``moefw_kernels.permute.rows.counts_and_ends``."""
-    return counts_e.int(), counts_e.cumsum(0, dtype=torch.int32)

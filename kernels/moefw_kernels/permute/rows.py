@@ -60,15 +60,6 @@ def tokens_and_rows(order_N: Tensor, num_rows: int, k: int) -> tuple[Tensor, Ten
     return triton.tokens_and_rows(order_N, num_rows, k)
 
 
-def counts_and_ends(counts_e: Tensor) -> tuple[Tensor, Tensor]:
-    """Sizes of groups (int64), and where each ends if they lie one after another; both int32."""
-    if type(counts_e) is not Tensor or not takes_kernels(counts_e) or torch.compiler.is_compiling():
-        return reference.counts_and_ends(counts_e)
-    from moefw_kernels.permute import triton
-
-    return triton.counts_and_ends(counts_e)
-
-
 def gather(x_TD: Tensor, rows: RowMap) -> Tensor:
     """``rows_RD`` with ``rows_RD[r] = x_TD[token_R[r]]``, zero for padding. Differentiable."""
     out: Tensor = _Gather.apply(x_TD, rows)  # type: ignore[no-untyped-call]

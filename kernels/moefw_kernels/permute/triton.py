@@ -1,4 +1,4 @@
-"""Triton kernels. A program adds up some columns of a few tokens' rows, in fp32 and in the order of the choices.
+"""Triton kernels. A program adds up some columns of some tokens' rows, in fp32 and in the order of the choices.
 
 bf16 is loaded and stored as integers, because the interpreter reads subnormal numbers wrongly and truncates.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from moefw_kernels.casts import as_bf16, is_compiled
 
-_TOKENS = 8
-"""Tokens whose rows a program adds up."""
+_SUMS = 2048
+"""Sums of a program: of fewer tokens if rows are wide."""
 _COLUMNS = 256
-"""Columns of these rows."""
+"""Most columns of rows that a program adds up."""
 _ROWS = 1024
-"""Rows, or groups, that are looked at together."""
+"""Rows that are looked at together."""
 
 
 @triton.jit
@@ -58,18 +58,6 @@ def _tokens_and_rows_kernel(order, tokens, rows, length, num_rows, k, ROWS: tl.c
     tl.store(rows + choice, tl.where(row < num_rows, row, -1), mask=row < length)
 
 
-@triton.jit
-def _counts_and_ends_kernel(counts, narrow, ends, length, ROWS: tl.constexpr):
-    """Store the counts of all groups, and their running sum."""
-    before = tl.zeros((), tl.int32)
-    for start in range(0, length, ROWS):
-        group = start + tl.arange(0, ROWS)
-        count = tl.load(counts + group, mask=group < length, other=0).to(tl.int32)
-        tl.store(narrow + group, count, mask=group < length)
-        tl.store(ends + group, before + tl.cumsum(count, 0), mask=group < length)
-        before += tl.sum(count, 0)
-
-
 def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     """Implement ``reference.gather_sum`` for bf16, fp16 and fp32; ``row_TK`` is -1 for a dropped choice."""
     tokens, choices = row_TK.shape
@@ -79,15 +67,18 @@ def gather_sum(rows_RD: Tensor, row_TK: Tensor) -> Tensor:
     out_TD = rows_RD.new_empty(tokens, columns)
     if out_TD.numel():
         is_bf16 = rows_RD.dtype is torch.bfloat16
-        _gather_sum_kernel[(triton.cdiv(tokens, _TOKENS) * triton.cdiv(columns, _COLUMNS),)](
+        columns_of_program = min(_COLUMNS, triton.next_power_of_2(columns))
+        tokens_of_program = _SUMS // columns_of_program
+        programs = triton.cdiv(tokens, tokens_of_program) * triton.cdiv(columns, columns_of_program)
+        _gather_sum_kernel[(programs,)](
             rows=rows_RD.view(torch.int16) if is_bf16 else rows_RD,
             row_of_token=row_TK.contiguous(),
             out=out_TD.view(torch.int16) if is_bf16 else out_TD,
             tokens=tokens,
             columns=columns,
             stride=rows_RD.stride(0),
-            T=_TOKENS,
-            C=_COLUMNS,
+            T=tokens_of_program,
+            C=columns_of_program,
             K=choices,
             BF16=is_bf16,
             COMPILED=is_compiled(),
@@ -112,16 +103,3 @@ def tokens_and_rows(order_N: Tensor, num_rows: int, k: int) -> tuple[Tensor, Ten
             ROWS=_ROWS,
         )
     return token_R, row_N
-
-
-def counts_and_ends(counts_e: Tensor) -> tuple[Tensor, Tensor]:
-    """Implement ``reference.counts_and_ends``."""
-    narrow_e, ends_e = (torch.empty(len(counts_e), dtype=torch.int32, device=counts_e.device) for _ in range(2))
-    _counts_and_ends_kernel[(1,)](
-        counts=counts_e.contiguous(),
-        narrow=narrow_e,
-        ends=ends_e,
-        length=len(counts_e),
-        ROWS=_ROWS,
-    )
-    return narrow_e, ends_e

@@ -29,12 +29,13 @@ def within_capacity(ids_TK: Tensor, capacity: int, num_experts: int, *, by: Tens
     """
     flat = ids_TK.flatten()
     if by is None:
-        order, counts = counting_sort(flat, num_experts)
+        found = counting_sort(flat, num_experts)
+        order = found.order_N
     else:
         best = by.flatten().argsort(descending=True, stable=True)
-        order, counts = counting_sort(flat[best], num_experts)
-        order = best[order]
-    first = counts.cumsum(0) - counts
+        found = counting_sort(flat[best], num_experts)
+        order = best[found.order_N]
+    first = found.ends_e - found.counts_e
     # The place of each choice among those of its expert. Of -1, which comes last, it is that of expert 0 and unused.
     place = torch.arange(len(order), device=flat.device) - first[flat[order].clamp_min(0)]
     is_kept = torch.empty_like(flat, dtype=torch.bool)

@@ -123,7 +123,7 @@ class AllToAllDispatcher(Dispatcher[Metadata, Metadata]):
         slots = plan.slots
         # Tokens (T, D) -> rows (N, D), by ``rows``; weights (T, K) -> (N)
         return exchange(
-            [x_TD, weights_of(weights_TK, slots.slot_R)],
+            [x_TD, weights_of(weights_TK, slots.slot_R, slots.rows)],
             plan.sent,
             plan.received,
             self.experts.group,
