@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
-from attrs import field, frozen
+from attrs import Attribute, field, fields_dict, frozen
 from attrs.validators import ge
 
+from moefw.compose.assembly import Assembly, ChosenPlugins
 from moefw.planner import data_files
 
 FOLDER: Final = Path(__file__).parent / "implementations"
@@ -45,23 +46,38 @@ class Region:
     backward: Kernels = Kernels()
 
 
+def _sections(_: object, attribute: Attribute[object], value: Mapping[str, tuple[str, ...]]) -> None:
+    unknown = [name for name in value if name not in fields_dict(ChosenPlugins)]
+    if unknown:
+        raise ValueError(f"{attribute.name} names sections of a spec, and {unknown[0]} is none with a part.")
+
+
 @frozen(kw_only=True)
 class Implementation:
     """How software runs a layer. ``regions`` empty: as the plan has measured it.
 
-    ``estimated``: where its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to
-    a node. ``graph_scopes``: the regions that a CUDA graph of each scope holds. ``fused_grouped_mlp``: regions that
-    differ where experts are one fused kernel a product. ``dispatchers``: what they add to the
-    region ``dispatch``.
+    ``has``: the names of its parts, by section of the spec; a section that is not there: any part. ``estimated``: where
+    its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to a node.
+    ``graph_scopes``: the regions that a CUDA graph of each scope holds. ``fused_grouped_mlp``: regions that differ
+    where experts are one fused kernel a product. ``dispatchers``: what they add to the region ``dispatch``.
     """
 
     about: str
+    has: Mapping[str, tuple[str, ...]] = field(default={}, validator=_sections)
     estimated: str = ""
     deduplicates: tuple[str, ...] = ()
     graph_scopes: Mapping[str, tuple[str, ...]] = {}
     regions: Mapping[str, Region] = {}
     fused_grouped_mlp: Mapping[str, Region] = {}
     dispatchers: Mapping[str, Region] = {}
+
+    def lacks(self, assembly: Assembly) -> Iterator[str]:
+        """Yield the parts of an assembly that the software has not, as the spec says them."""
+        for section, names in self.has.items():
+            chosen = getattr(assembly.parts, section)
+            for part in chosen if isinstance(chosen, tuple) else (chosen,):
+                if part.name not in names:
+                    yield f"{section}: {part.name}"
 
 
 @frozen(kw_only=True)
