@@ -99,6 +99,8 @@ def tune(
         own = resolve({}, gpus)
         registry.load_all()
         where = evolve(where, world=own.layout.world)
+        if "schedule" in kinds:  # each schedule has its own overlap, whatever the software is set to
+            where = evolve(where, runs=evolve(where.runs, ep_overlap=None))
         stays = _nodes(own, where)
         space = space_of(own, registry.parts(), kinds, stays)
         excerpts = Excerpts(resolve, cache_dir() / EXCERPTS)

@@ -224,11 +224,6 @@ class Usage:
             return bool(stages_with_gradients)
         return action.stage in stages_with_gradients
 
-    def _beside_at(self, moment: int) -> int:
-        """Most bytes that are held beside the recorded micro-batch at a moment."""
-        # Both ends count: a pass may have its peak in its last moment, which is the first one of the next.
-        return max((beside for span, beside in self._beside if span.start <= moment <= span.stop), default=0)
-
     def _counted_at(self, moment: int) -> list[Life]:
         """Recorded storages in use at a moment, of the kinds that count."""
         return [life for life in self._batch.recorder.alive(moment) if life.kind in self._counted_kinds]
@@ -258,16 +253,17 @@ class Usage:
         begin if gradients of earlier micro-batches existed there, and less ``all_gradients`` if none did.
         """
         batch = self._batch
-        spans = [span for span, _ in self._beside] or [range(batch.begin, batch.end)]
-        moments = [moment for span in spans for moment in range(span.start, span.stop + 1)]
-        moment = max(moments, key=lambda at: self._at(at) + self._beside_at(at))
+        spans = self._beside or [(range(batch.begin, batch.end), 0)]
+        # Both ends count: a pass may have its peak in its last moment, which is the first one of the next.
+        moments = ((at, beside) for span, beside in spans for at in range(span.start, span.stop + 1))
+        moment, beside = max(moments, key=lambda each: self._at(each[0]) + each[1])
         alive = self._counted_at(moment)
         left_for_backward = set(batch.saved())
         unlabelled = [life for life in alive if life.kind is None]
         not_run = [layers.at(moment) for layers in self._not_run]
         gathered = sum(life.nbytes for life in alive if life.kind == GATHERED)
         saved = sum(life.nbytes for life in unlabelled if life in left_for_backward)
-        saved += sum(saved for saved, _ in not_run) + self._beside_at(moment)
+        saved += sum(saved for saved, _ in not_run) + beside
         passing = sum(life.nbytes for life in unlabelled if life not in left_for_backward)
         gradients = self._gradients_at(moment) - self._gradients_at(batch.begin)
         gradients += sum(gradients for _, gradients in not_run)

@@ -26,7 +26,7 @@ from moefw.planner import ledger
 from moefw.planner.data_files import Figure
 from moefw.planner.time.likeness import error_of_ratio, held_out
 from moefw.planner.time.software import Software
-from moefw.planner.tune.candidates import Candidate
+from moefw.planner.tune.candidates import OUTCOMES, Candidate
 from moefw.planner.tune.excerpts import Excerpts
 from moefw.planner.tune.ranking import tied
 from moefw.planner.tune.reasons import impossible, reasons
@@ -53,7 +53,12 @@ class OfAnother(OneForwardOneBackward):
     name: ClassVar[str] = "of-another"
 
 
-def search_of(kinds: tuple[str, ...] = BY_DEFAULT, cache: Path | None = None, gib: float | None = None) -> Search:
+def search_of(
+    kinds: tuple[str, ...] = BY_DEFAULT,
+    cache: Path | None = None,
+    gib: float | None = None,
+    runs: Software = Software(),  # noqa: B008 - it is frozen
+) -> Search:
     """Search around ``TREE``, with a schedule of a third party. ``gib``: memory of a GPU."""
     registry = Registry([SimpleNamespace(moefw_pipelines=hookimpl(lambda: [OfAnother]))])
 
@@ -67,7 +72,7 @@ def search_of(kinds: tuple[str, ...] = BY_DEFAULT, cache: Path | None = None, gi
     cluster = clusters.read("h100")
     if gib is not None:
         cluster = evolve(cluster, gpu=evolve(cluster.gpu, memory_gib=Figure(value=gib, source="https://a.test")))
-    where = Where(world=WORLD, cluster=cluster, name="h100", runs=Software())
+    where = Where(world=WORLD, cluster=cluster, name="h100", runs=runs)
     return Search(space_of(own, registry.parts(), kinds, {}), where, resolve, Excerpts(resolve, cache))
 
 
@@ -105,9 +110,18 @@ def test_a_part_of_a_third_party_enters_the_search() -> None:
     labels = {candidate.label for candidate in search.candidates}
     assert {"of-another", "1f1b", "zbv"} <= labels
     assert search.excerpts.measured == 1, "no schedule changes a layer"
-    assert sum(search.counts[name] for name in ("fit", "do not fit", "refused by check")) == search.counts["candidates"]
+    assert sum(search.counts[name] for name in OUTCOMES) == search.counts["candidates"]
     best = tied(search.candidates)[0]
     assert any("interleaved" in line or "gpipe" in line for line in reasons(search, best))
+
+
+def test_parts_that_the_software_lacks_are_refused_and_counted() -> None:
+    search = search_of(("schedule",), runs=Software(implementation="megatron"))
+    search.run(40, seed=0)
+    lacking = [candidate for candidate in search.known.values() if candidate.outcome == "not in the software"]
+    assert len(lacking) == search.counts["not in the software"]
+    assert "megatron has no pipeline: zbv." in {problem for candidate in lacking for problem in candidate.problems}
+    assert {candidate.settings[PIPELINE]["use"] for candidate in search.candidates} <= {"1f1b", "interleaved", "merged"}
 
 
 def test_ties_are_in_the_order_of_memory_left_then_simplicity() -> None:

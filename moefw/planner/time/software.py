@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from attrs import field, frozen
+from attrs import Attribute, field, fields_dict, frozen
 from attrs.validators import ge
 
+from moefw.compose.assembly import Assembly, ChosenPlugins
 from moefw.core.errors import Problem, SpecError
 from moefw.planner import data_files
 from moefw.planner.data_files import Figure
@@ -48,6 +49,12 @@ class Region:
     backward: Kernels = Kernels()
 
 
+def _sections(_: object, attribute: Attribute[Any], value: Mapping[str, tuple[str, ...]]) -> None:
+    unknown = [name for name in value if name not in fields_dict(ChosenPlugins)]
+    if unknown:
+        raise ValueError(f"{attribute.name} names sections of a spec, and {unknown[0]} is none with a part.")
+
+
 @frozen(kw_only=True)
 class Offloaded:
     """What an implementation copies to host memory if it offloads a module, in a layer's ``region``.
@@ -66,15 +73,17 @@ class Offloaded:
 class Implementation:
     """How software runs a layer. ``regions`` empty: as the plan has measured it.
 
-    ``estimated``: where its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to
-    a node. ``graph_scopes``: the regions that a CUDA graph of each scope holds. ``fused_grouped_mlp``: regions that
-    differ where experts are one fused kernel a product. ``dispatchers``: what they add to the region ``dispatch``.
+    ``has``: the names of its parts, by section of the spec; a section that is not there: any part. ``estimated``: where
+    its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to a node.
+    ``graph_scopes``: the regions that a CUDA graph of each scope holds. ``fused_grouped_mlp``: regions that differ
+    where experts are one fused kernel a product. ``dispatchers``: what they add to the region ``dispatch``.
 
     ``offloads``: the modules that it can offload. ``offload_exposed``: the share of copies to the host and back that
     nothing hides, although enough runs beside them; None: all hide.
     """
 
     about: str
+    has: Mapping[str, tuple[str, ...]] = field(default={}, validator=_sections)
     estimated: str = ""
     deduplicates: tuple[str, ...] = ()
     graph_scopes: Mapping[str, tuple[str, ...]] = {}
@@ -83,6 +92,14 @@ class Implementation:
     dispatchers: Mapping[str, Region] = {}
     offloads: Mapping[str, Offloaded] = {}
     offload_exposed: Figure | None = None
+
+    def lacks(self, assembly: Assembly) -> Iterator[str]:
+        """Yield the parts of an assembly that the software has not, as the spec says them."""
+        for section, names in self.has.items():
+            chosen = getattr(assembly.parts, section)
+            for part in chosen if isinstance(chosen, tuple) else (chosen,):
+                if part.name not in names:
+                    yield f"{section}: {part.name}"
 
 
 @frozen(kw_only=True)

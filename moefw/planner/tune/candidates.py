@@ -13,15 +13,17 @@ from moefw.planner.tune.settings import Settings
 FITS: Final = "fit"
 DOES_NOT_FIT: Final = "do not fit"
 REFUSED: Final = "refused by check"
+NOT_IN_SOFTWARE: Final = "not in the software"
 NOT_MEASURABLE: Final = "not measurable here"
-OUTCOMES: Final = (FITS, DOES_NOT_FIT, REFUSED, NOT_MEASURABLE)
+OUTCOMES: Final = (FITS, DOES_NOT_FIT, REFUSED, NOT_IN_SOFTWARE, NOT_MEASURABLE)
 
 
 @frozen(kw_only=True)
 class Candidate:
     """Settings, and the time and peak of a step with them. ``label``: the settings in words.
 
-    ``problems``: why ``check`` refuses them, or why they cannot be measured; then nothing else is known.
+    ``problems``: why ``check`` refuses them, which parts the software lacks, or why they cannot be measured; then
+    nothing else is known. ``problems_are``: which of these.
     ``complexity``: the parallel dimensions and policies in use. ``position``: the one on pp that needs most memory.
     ``sizes``: of the layout.
     """
@@ -29,7 +31,7 @@ class Candidate:
     settings: Settings
     label: str
     problems: tuple[str, ...] = ()
-    is_refused: bool = False
+    problems_are: str = NOT_MEASURABLE
     told: Told | None = None
     peak_bytes: int | None = None
     left_bytes: int | None = None
@@ -46,10 +48,8 @@ class Candidate:
     @property
     def outcome(self) -> str:
         """What came of it, as searches count it."""
-        if self.is_refused:
-            return REFUSED
         if self.problems:
-            return NOT_MEASURABLE
+            return self.problems_are
         return FITS if self.fits else DOES_NOT_FIT
 
     @property
@@ -65,6 +65,7 @@ class Candidate:
     def to_data(self) -> dict[str, Any]:
         """Plain data."""
         return {
+            "label": self.label,
             "settings": {".".join(map(str, path)): value for path, value in self.settings.items()},
             "problems": list(self.problems),
             "step_time_s": None if self.told is None else self.told.step_s,

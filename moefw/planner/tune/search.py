@@ -20,8 +20,8 @@ from moefw.core.errors import MoefwError
 from moefw.planner.cluster import Cluster
 from moefw.planner.report import Ledger
 from moefw.planner.time.forecast import Forecast, forecast, lacks
-from moefw.planner.time.software import Software
-from moefw.planner.tune.candidates import OUTCOMES, Candidate
+from moefw.planner.time.software import Implementation, Software, implementation
+from moefw.planner.tune.candidates import NOT_IN_SOFTWARE, OUTCOMES, REFUSED, Candidate
 from moefw.planner.tune.compose import Composer
 from moefw.planner.tune.excerpts import Excerpts, Resolve
 from moefw.planner.tune.settings import MEMORY, Settings
@@ -56,6 +56,11 @@ class Search:
     excerpts: Excerpts
     said: Callable[[Candidate], None] = lambda _: None
     known: dict[str, Candidate] = field(factory=dict)
+    _software: Implementation = field(init=False)
+
+    @_software.default
+    def _implementation(self) -> Implementation:
+        return implementation(self.where.runs.implementation)
 
     def run(self, count: int, seed: int) -> None:
         """Look at candidates until ``count`` are known, or no step leads to another."""
@@ -139,10 +144,15 @@ class Search:
         label = self.space.label(settings)
         try:
             assembly = self.resolve(settings, self.where.world)
+            absent = tuple(
+                f"{self.where.runs.implementation} has no {part}." for part in self._software.lacks(assembly)
+            )
+            if absent:
+                return Candidate(settings=settings, label=label, problems=absent, problems_are=NOT_IN_SOFTWARE)
             measured = self.excerpts.of(settings, assembly)
         except MoefwError as error:
             problems = tuple(" ".join(problem.what.split()) for problem in error.problems)
-            return Candidate(settings=settings, label=label, problems=problems, is_refused=True)
+            return Candidate(settings=settings, label=label, problems=problems, problems_are=REFUSED)
         if measured.excerpt.unknown:
             return Candidate(settings=settings, label=label, problems=(measured.excerpt.unknown,))
         ledger = Composer.of(assembly, measured.excerpt, measured.kinds).ledger()
