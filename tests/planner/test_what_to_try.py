@@ -65,7 +65,7 @@ def test_what_costs_nothing_shortens_a_step_by_no_more_than_it_took() -> None:
     assert set(categories) == CATEGORIES
     for category in CATEGORIES - {"pipeline bubble"}:
         # A pipeline that fills and empties plays a pass more for each eight.
-        assert 0 <= gain(category, rehearsal) <= categories[category] * 9 / 8 + 1e-9, category
+        assert -1e-9 <= gain(category, rehearsal) <= categories[category] * 9 / 8 + 1e-9, category
     assert gain("experts", rehearsed()) > 0
     assert gain("offloading", rehearsal) > 0.5
     assert gain("pipeline bubble", rehearsal) == pytest.approx(categories["pipeline bubble"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
 
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 from attrs.validators import ge
 
 from moefw.core.errors import Problem, SpecError
@@ -38,6 +38,10 @@ class Kernels:
     outputs: float = field(default=0.0, validator=ge(0.0))
     quantized: float = field(default=0.0, validator=ge(0.0))
 
+    def plus(self, other: Kernels) -> Kernels:
+        """Sum of both."""
+        return Kernels(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
 
 @frozen(kw_only=True)
 class Region:
@@ -68,6 +72,7 @@ class Implementation:
     ``estimated``: where its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to
     a node. ``graph_scopes``: the regions that a CUDA graph of each scope holds. ``fused_grouped_mlp``: regions that
     differ where experts are one fused kernel a product. ``dispatchers``: what they add to the region ``dispatch``.
+    ``tensor_scales``: what a scale for each tensor adds to regions that multiply in 8 bits.
 
     ``offloads``: the modules that it can offload. ``offload_exposed``: the share of copies to the host and back that
     nothing hides, although enough runs beside them; None: all hide.
@@ -80,6 +85,7 @@ class Implementation:
     regions: Mapping[str, Region] = {}
     fused_grouped_mlp: Mapping[str, Region] = {}
     dispatchers: Mapping[str, Region] = {}
+    tensor_scales: Kernels = Kernels()
     offloads: Mapping[str, Offloaded] = {}
     offload_exposed: Figure | None = None
 
@@ -98,6 +104,8 @@ class Software:
     ep_overlap: bool | None = None
     fused_grouped_mlp: bool = False
     fp8_attention: bool = False
+    tensor_scales: bool = False
+    """Whether each tensor in 8 bits has one scale, from its largest value, which is found first (FP8 current scaling)."""
     offload: tuple[str, ...] = ()
 
 
