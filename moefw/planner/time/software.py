@@ -97,6 +97,7 @@ class Software:
     ``graphs``: ``none``, ``full``, or the scopes that CUDA graphs hold; None: as the spec says. ``ep_overlap``: whether
     the transfers of experts run beside another micro-batch; None: as the spec's schedule does. ``offload``: the modules
     whose activations wait in host memory between forward and backward; empty: what the spec's policies offload.
+    ``tensor_scales``: whether a tensor in fp8 has one scale, of its largest value, which is found first.
     """
 
     implementation: str = OURS
@@ -105,7 +106,6 @@ class Software:
     fused_grouped_mlp: bool = False
     fp8_attention: bool = False
     tensor_scales: bool = False
-    """Whether each tensor in 8 bits has one scale, from its largest value, which is found first (FP8 current scaling)."""
     offload: tuple[str, ...] = ()
 
 
