@@ -127,6 +127,7 @@ class Row:
             ep_overlap=(self["ep_overlap"] or self.overlap) == "true",
             fused_grouped_mlp="fused grouped MLP" in known or (is_full and not says),
             fp8_attention="fp8 attention" in known or (is_full and not says and self.is_narrow),
+            tensor_scales=self["precision"] == "fp8",
             offload=tuple(module for module in self._offload if module != STATES),
         )
         return evolve(software, **self.changes)

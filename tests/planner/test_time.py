@@ -287,6 +287,16 @@ def test_graphs_never_make_a_step_longer_not_even_one_that_waits_for_links() -> 
         assert full.step_s <= none.step_s
 
 
+def test_a_scale_for_each_tensor_costs_passes_and_launches_where_products_are_in_8_bits() -> None:
+    of_blocks = Software(implementation="megatron", graphs="none", ep_overlap=False)
+    of_tensors = evolve(of_blocks, tensor_scales=True)
+    before, after = (step(H100, runs=runs).categories for runs in (of_blocks, of_tensors))
+    slower = {name for name, seconds in before.items() if after[name] > 1.001 * seconds}
+    assert slower - {"pipeline bubble"} == {"memory passes", "host launches", "kernel gaps"}
+    wide = evolve(MODEL, dtype="bfloat16")
+    assert step(H100, runs=of_tensors, model=wide) == step(H100, runs=of_blocks, model=wide)
+
+
 def test_overlap_hides_no_more_than_what_it_runs_beside() -> None:
     none = Software(implementation="megatron", graphs="full", ep_overlap=False)
     both = evolve(none, ep_overlap=True)

@@ -241,7 +241,10 @@ class Costs:
         return self._pass(work, region)
 
     def _pass(self, work: Work, region: Region) -> Kernels:
-        return region.backward if work.phase == "backward" else region.forward
+        kernels = region.backward if work.phase == "backward" else region.forward
+        if self.software.tensor_scales and any(PEAK_OF.get(product.dtype) == "fp8" for product in work.products):
+            return kernels.plus(self.implementation.tensor_scales)
+        return kernels
 
     def _product(self, product: Product, region: str) -> tuple[str, float]:
         """Category of a product, and its seconds."""

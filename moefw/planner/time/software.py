@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from attrs import Attribute, field, fields_dict, frozen
+from attrs import Attribute, asdict, field, fields_dict, frozen
 from attrs.validators import ge
 
 from moefw.compose.assembly import Assembly, ChosenPlugins
@@ -39,6 +39,10 @@ class Kernels:
     inputs: float = field(default=0.0, validator=ge(0.0))
     outputs: float = field(default=0.0, validator=ge(0.0))
     quantized: float = field(default=0.0, validator=ge(0.0))
+
+    def plus(self, other: Kernels) -> Kernels:
+        """Sum of both."""
+        return Kernels(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 @frozen(kw_only=True)
@@ -77,6 +81,7 @@ class Implementation:
     its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to a node.
     ``graph_scopes``: the regions that a CUDA graph of each scope holds. ``fused_grouped_mlp``: regions that differ
     where experts are one fused kernel a product. ``dispatchers``: what they add to the region ``dispatch``.
+    ``tensor_scales``: what a scale for each tensor adds to regions that multiply in 8 bits.
 
     ``offloads``: the modules that it can offload. ``offload_exposed``: the share of copies to the host and back that
     nothing hides, although enough runs beside them; None: all hide.
@@ -90,6 +95,7 @@ class Implementation:
     regions: Mapping[str, Region] = {}
     fused_grouped_mlp: Mapping[str, Region] = {}
     dispatchers: Mapping[str, Region] = {}
+    tensor_scales: Kernels = Kernels()
     offloads: Mapping[str, Offloaded] = {}
     offload_exposed: Figure | None = None
 
@@ -109,6 +115,7 @@ class Software:
     ``graphs``: ``none``, ``full``, or the scopes that CUDA graphs hold; None: as the spec says. ``ep_overlap``: whether
     the transfers of experts run beside another micro-batch; None: as the spec's schedule does. ``offload``: the modules
     whose activations wait in host memory between forward and backward; empty: what the spec's policies offload.
+    ``tensor_scales``: whether a tensor in fp8 has one scale, of its largest value, which is found first.
     """
 
     implementation: str = OURS
@@ -116,6 +123,7 @@ class Software:
     ep_overlap: bool | None = None
     fused_grouped_mlp: bool = False
     fp8_attention: bool = False
+    tensor_scales: bool = False
     offload: tuple[str, ...] = ()
 
 
