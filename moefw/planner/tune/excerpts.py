@@ -64,7 +64,8 @@ class Excerpts:
 
     def _key(self, settings: Settings, assembly: Assembly) -> object:
         """What an excerpt depends on: neither pp, nor the schedule, nor the number of copies if it is more than one."""
-        own = [(path, repr(value)) for path, value in settings.items() if path not in pipeline_of(assembly)]
+        others = pipeline_of(assembly)
+        own = [(path, repr(value)) for path, value in settings.items() if path not in others]
         return tuple(own), _ranks_of_stage(assembly)
 
     def _find(self, settings: Settings, assembly: Assembly) -> Measured:
