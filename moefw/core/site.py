@@ -86,6 +86,7 @@ class Site:
 
     ``num_layers`` includes dense layers and those that predict further tokens. ``ranks_per_node`` is None if only the
     launcher knows it. ``trains`` is False if the model will only compute: what no training could use is fine then.
+    Parts are asked what they offer and need at each layer, or once for all if none of them reads ``layer``.
     """
 
     dims: Dims

@@ -104,6 +104,13 @@ def test_the_same_seed_gives_the_same_and_the_cache_saves_the_measuring(tmp_path
     assert [each.step_s for each in first.candidates] == [each.step_s for each in again.candidates]
 
 
+def test_an_excerpt_from_the_cache_is_that_of_a_candidate_with_another_pp(tmp_path: Path) -> None:
+    first, again = (search_of(("layout",), tmp_path) for _ in range(2))
+    first.look({**first.space.own, PP: 1})
+    assert again.look({**again.space.own, PP: 2}).told is not None
+    assert again.excerpts.from_cache == 1
+
+
 def test_a_part_of_a_third_party_enters_the_search() -> None:
     search = search_of(("schedule",))
     search.run(40, seed=0)

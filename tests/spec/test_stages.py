@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import ClassVar
 
 import pytest
+from attrs import frozen
 
-from resolved_specs import refusal, resolved
+from moefw.compose.pipeline_schedule import PipelineSchedule
+from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
+from resolved_specs import REGISTRY, refusal, resolved
 
 
 @pytest.mark.parametrize(
@@ -75,3 +80,17 @@ def test_packs_whose_number_a_schedule_may_not_run(use: str) -> None:
     for other in ("gpipe", "1f1b", "zero-bubble", "zbv"):
         resolved(text.format("static", other))
     resolved(text.format("none", use))
+
+
+def test_schedules_are_equal_where_their_options_are_even_those_that_have_no_hash() -> None:
+    @frozen
+    class Weighted(OneForwardOneBackward):
+        name: ClassVar[str] = "weighted"
+        weights: Mapping[str, int] = {}
+
+    def schedule(ranks: int, weight: int) -> PipelineSchedule:
+        return PipelineSchedule(Weighted(weights={"F": weight}), ranks, REGISTRY)
+
+    assert len({schedule(4, 1), schedule(4, 1)}) == 1
+    others = schedule(2, 1), schedule(4, 2), PipelineSchedule(OneForwardOneBackward(), 4, REGISTRY)
+    assert len({schedule(4, 1), *others}) == 4

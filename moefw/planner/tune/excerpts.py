@@ -64,12 +64,13 @@ class Excerpts:
 
     def _key(self, settings: Settings, assembly: Assembly) -> object:
         """What an excerpt depends on: neither pp, nor the schedule, nor the number of copies if it is more than one."""
-        own = [(path, repr(value)) for path, value in settings.items() if path not in pipeline_of(assembly)]
+        others = pipeline_of(assembly)
+        own = [(path, repr(value)) for path, value in settings.items() if path not in others]
         return tuple(own), _ranks_of_stage(assembly)
 
     def _find(self, settings: Settings, assembly: Assembly) -> Measured:
         numbers = sorted(number for stages in assembly.stages for stage in stages for number in stage.layers)
-        kinds = {number: repr(facts_of(assembly, number)) for number in numbers}
+        kinds = _named({number: repr(facts_of(assembly, number)) for number in numbers})
         small = self._small(settings, assembly)
         stages = _stages([*kinds.values()])
         path = None
@@ -112,6 +113,12 @@ class Excerpts:
         if names not in self._code:
             self._code[names] = [*cache_files.sources(names)]
         return self._code[names]
+
+
+def _named(kinds: Mapping[int, str]) -> Mapping[int, str]:
+    """Kinds by layer under names that do not depend on pp, as facts do: numbers in the order of the first layers."""
+    names = {kind: str(number) for number, kind in enumerate(dict.fromkeys(kinds.values()))}
+    return {layer: names[kind] for layer, kind in kinds.items()}
 
 
 def _ranks_of_stage(assembly: Assembly) -> int:
