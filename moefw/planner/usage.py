@@ -19,10 +19,9 @@ from moefw.planner.micro_batch import MicroBatch
 from moefw.planner.recorded_stage import RecordedStage
 from moefw.planner.report import Peak
 from moefw.recording.recorder import GATHERED, GRADIENTS, Life
-from moefw.runtime.pipeline.link import UNDER_WAY
 from moefw.runtime.pipeline.merging import merged
 from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
-from moefw.runtime.pipeline.transfers import Receive
+from moefw.runtime.pipeline.transfers import UNDER_WAY, Receive
 
 
 @frozen
@@ -104,9 +103,13 @@ class Usage:
         """Bytes in use at a moment, of the recorded micro-batch in all layers."""
         return self._recorded_bytes[moment] + sum(sum(layers.at(moment)) for layers in self._not_run)
 
-    def _own_at(self, moment: int) -> int:
+    def own_at(self, moment: int) -> int:
         """The same without gathered weights."""
         return self._bytes_of_its_own[moment] + sum(sum(layers.at(moment)) for layers in self._not_run)
+
+    def most_in(self, moments: range) -> int:
+        """Most bytes in use between two moments, of the recorded micro-batch in all layers."""
+        return max(self._at(moment) for moment in range(moments.start, moments.stop + 1))
 
     def _bytes_beside_passes(self, *, begin_with_gradients: bool) -> Iterator[tuple[range, int]]:
         """Yield the moments of each recorded pass of a pipeline, and the most bytes that are held beside it.
@@ -129,7 +132,7 @@ class Usage:
         if link is None:
             return
         spans = self._batch.saved_in
-        saved = {stage: self._own_at(span.stop) - self._own_at(span.start) for stage, span in spans.items()}
+        saved = {stage: self.own_at(span.stop) - self.own_at(span.start) for stage, span in spans.items()}
         in_flight = dict.fromkeys(saved, 0)
         most: dict[tuple[int, int], int] = {}
         received: dict[tuple[str, int, int], int] = {}
@@ -196,7 +199,7 @@ class Usage:
                 if action is step.backward:
                     number, behind = phases_back[left_back]
                     partner = self._level(ahead, ahead.forward, phases_ahead, done_ahead)
-                    partner -= self._own_at(ahead.forward[0])
+                    partner -= self.own_at(ahead.forward[0])
                     partner -= behind * self._saved_by_layer(back, number)
                     yield back.backward_of(number), partner
 
@@ -205,9 +208,9 @@ class Usage:
     ) -> int:
         """Bytes in use when a pass is at a boundary between the phases of the whole stage."""
         if boundary == len(phases):
-            return self._own_at(moments[-1])
+            return self.own_at(moments[-1])
         number, behind = phases[boundary]
-        return self._own_at(moments[number]) - behind * self._saved_by_layer(stage, number)
+        return self.own_at(moments[number]) - behind * self._saved_by_layer(stage, number)
 
     def _saved_by_layer(self, stage: RecordedStage, number: int) -> int:
         """Bytes that forward of the layer of a phase saves; 0 outside of layers."""

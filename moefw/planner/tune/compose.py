@@ -1,7 +1,7 @@
 """The ledger of a candidate, composed from an excerpt of its model. Imports no torch.
 
-Positions on pp are sums of layers and of what lies outside of them. Bytes that each micro-batch saves are multiplied
-by those in flight, which the schedule's own lists say. Where the excerpt has fewer copies of parameters than the
+Positions on pp are sums of layers and of what lies outside of them. The schedule's own lists of passes are played with
+the bytes that phases leave and need. Where the excerpt has fewer copies of parameters than the
 candidate, what ranks hold of them, and send to gather and to reduce them, is that of the candidate's groups.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, Final
 
 from attrs import evolve, frozen
@@ -18,8 +19,10 @@ from moefw.core.records import Order, Stage
 from moefw.planner.report import Held, Ledger, OnHost, Peak, Position, Transfer, Work
 from moefw.planner.time.costs import SEND
 from moefw.planner.tune.parts import SIDES, End, Excerpt, Share, Sides
+from moefw.planner.tune.peaks import StageBytes, most_at
 from moefw.runtime.parallel.meshes import COPIES
-from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
+from moefw.runtime.pipeline.timeline import most_in_flight, one_by_one
+from moefw.runtime.pipeline.transfers import UNDER_WAY
 
 OF_PARAMETERS: Final = ("all-gather", "reduce-scatter", "all-reduce")
 """Collectives over the copies of parameters."""
@@ -29,18 +32,24 @@ PLACE: Final = "composed"
 @frozen
 class Copies:
     """Copies of the parameters of a mesh: their number in the excerpt, and in the candidate; and of a rank's group of
-    them, the peers in its own node.
+    them, the peers in its own node. ``adds_up_whole``: whether micro-batches add up gradients of whole parameters.
     """
 
     measured: int
     number: int
     in_node: int
     shards: int
+    adds_up_whole: bool
 
     @property
     def held(self) -> float:
         """Bytes that a rank of the candidate holds beside those of the excerpt, where all copies share parameters."""
         return self.measured / self.number if self.shards > 1 else 1.0
+
+    @property
+    def gradients_held(self) -> float:
+        """The same of gradients."""
+        return 1.0 if self.adds_up_whole else self.held
 
 
 @frozen
@@ -60,30 +69,28 @@ class Composer:
     def ledger(self) -> Ledger:
         """Ledger of the rank that needs most memory, with the work of all positions. It has no regions."""
         assembly = self.assembly
-        count = assembly.micro_batches
-        in_flight = in_flight_of(assembly, count)
         alike: dict[object, list[int]] = {}
         for at, stages in enumerate(assembly.stages):
             kinds = tuple(sorted(self.kinds[number] for stage in stages for number in stage.layers))
             ends = tuple((stage.is_first, stage.is_last) for stage in stages)
             alike.setdefault((kinds, ends), []).append(at)
-        found = []
-        for positions in alike.values():
-            worst = max(positions, key=lambda at: self._saved(assembly.stages[at], in_flight[at]))
-            found.append(self._of_position(worst, positions, in_flight[worst], count))
+        order = passes_of(assembly)
+        found = [self._of_positions(positions, order) for positions in alike.values()]
         composed = tuple(position for position, _ in found)
         _, worst_ledger = max(found, key=lambda each: each[1].peak_bytes or 0)
         return evolve(worst_ledger, positions=composed)
 
-    def _of_position(
-        self, at: int, alike: Sequence[int], in_flight: Mapping[int, int], count: int
-    ) -> tuple[Position, Ledger]:
+    def _of_positions(self, alike: Sequence[int], order: Order) -> tuple[Position, Ledger]:
+        """Positions with stages alike, and the ledger of the one that needs most."""
         assembly = self.assembly
+        count = assembly.micro_batches
+        most = {at: most_at(order[at], self._stages(assembly.stages[at])) for at in alike}
+        at = max(alike, key=lambda each: most[each].total)
         stages = assembly.stages[at]
         train = assembly.spec.train
         end = self._end(stages)
         layers = self._layers(stages)
-        shares = [*self._outside(stages), *((number, self.excerpt.layers[kind]) for kind, number in layers.items())]
+        shares = [*self._shares(stages)]
         parameters = self._sum(shares, "parameters")
         gradients = self._sum(shares, "gradients")
         held_there = sum(self.copies[side].held * nbytes for side, nbytes in end.held.items())
@@ -95,16 +102,17 @@ class Composer:
             host=round(end.host * parameters / max(1, sum(end.held.values()))),
             buffers=end.buffers,
             batch=end.batch * count,
-            step_passing=end.passing + max(0, round(parameters - gradients)),
+            step_passing=end.passing + round(parameters - gradients),
         )
         operands = sum(times * share.operands for times, share in shares)
         work = tuple(self._work(stages, layers, growth))
         peak = Peak(
             place=PLACE,
             operands=operands,
-            saved=self._saved(stages, in_flight),
+            saved=most[at].saved,
             gathered=0,
-            passing=end.passes,
+            gradients=-most[at].missing,
+            passing=most[at].passing + (UNDER_WAY * end.sent if len(assembly.stages) > 1 else 0),
         )
         if peak.total < held.step_passing:
             peak = Peak(place="optimizer", operands=0, saved=0, gathered=0, passing=held.step_passing)
@@ -115,7 +123,7 @@ class Composer:
             held=held,
             stages=len(assembly.stages),
             position=at,
-            in_flight=max(in_flight.values()),
+            in_flight=most_in_flight(order[at]),
             pools=end.pools * sum(layers.values()) // max(1, end.layers),
             peak=peak,
         )
@@ -141,22 +149,33 @@ class Composer:
         if any(stage.is_last for stage in stages):
             yield 1, ends[-1].outside
 
+    def _shares(self, stages: Sequence[Stage]) -> Iterator[tuple[int, Share]]:
+        """Yield what stages have outside of layers and in them, each with how many times."""
+        yield from self._outside(stages)
+        for kind, number in self._layers(stages).items():
+            yield number, self.excerpt.layers[kind]
+
     def _sum(self, shares: Sequence[tuple[int, Share]], what: str) -> float:
         """Bytes of parameters or gradients of shares, each so many times, on a rank of the candidate."""
         total = 0.0
         for times, share in shares:
             held: Sides = getattr(share, what)
-            total += sum(times * nbytes * self.copies[side].held for side, nbytes in held.items())
+            for side, nbytes in held.items():
+                copies = self.copies[side]
+                total += times * nbytes * (copies.gradients_held if what == "gradients" else copies.held)
         return total
 
-    def _saved(self, stages: Sequence[Stage], in_flight: Mapping[int, int]) -> int:
-        """Bytes that micro-batches in flight have saved. ``in_flight``: of each stage."""
-        total = 0
+    def _stages(self, stages: Sequence[Stage]) -> Mapping[int, StageBytes]:
+        """Stages by index. One in the middle is entered as the last stage of the excerpt, and left as the first."""
+        first, last = self.excerpt.ends[0], self.excerpt.ends[-1]
+        found = {}
         for stage in stages:
-            saved = sum(self.excerpt.layers[self.kinds[number]].saved for number in stage.layers)
-            saved += sum(share.saved for _, share in self._outside([stage]))
-            total += in_flight[stage.index] * saved
-        return total
+            layers = (self.excerpt.layers[self.kinds[number]].phases for number in stage.layers)
+            enter = (first if stage.is_first else last).enter
+            leave = (last if stage.is_last else first).leave
+            gradients = round(self._sum([*self._shares([stage])], "gradients"))
+            found[stage.index] = StageBytes((enter, *chain.from_iterable(layers), leave), gradients)
+        return found
 
     def _work(self, stages: Sequence[Stage], layers: Mapping[str, int], growth: float) -> Iterator[Work]:
         """Yield the work of a position."""
@@ -219,6 +238,7 @@ def _copies(assembly: Assembly, excerpt: Excerpt, side: str) -> Copies:
         number=len(ranks),
         in_node=sum(rank // per_node == 0 for rank in ranks) - 1,
         shards=len(layout.copies(0, side)[0]),
+        adds_up_whole=layout.zero(side) == 1 and assembly.micro_batches > 1,
     )
 
 
@@ -238,33 +258,24 @@ def _more(product: Any, times: float) -> Any:
     return evolve(product, times=max(1, round(times * product.times)))
 
 
-def in_flight_of(assembly: Assembly, count: int) -> Sequence[Mapping[int, int]]:
-    """Micro-batches of each stage that are in flight where a position has most of them in flight, by position."""
-    if len(assembly.stages) == 1:
-        return [{0: 1}]
-    return _in_flight(assembly.parts.pipeline, len(assembly.stages), count)
+def passes_of(assembly: Assembly) -> Order:
+    """Passes of each position, of a step that is as full as the assembly's."""
+    if len(assembly.stages) == 1 and not assembly.parts.pipeline.merges:
+        return [one_by_one(min(2, assembly.micro_batches))]
+    return _passes(assembly.parts.pipeline, len(assembly.stages), assembly.micro_batches)
 
 
 @cache
-def _in_flight(pipeline: Any, ranks: int, count: int) -> Sequence[Mapping[int, int]]:
-    """The same for a schedule. A long step is as full as a short one, unless the short one is as full as it can be."""
+def _passes(pipeline: Any, ranks: int, count: int) -> Order:
+    """The same of a schedule. A long step is as full as a short one, unless the short one is as full as it can be."""
     short = 3 * ranks
-    if count > short and count % ranks == 0:
-        found = [_most(entries) for entries in pipeline.order(ranks, short)]
-        longer = [_most(entries) for entries in pipeline.order(ranks, short + ranks)]
-        if found == longer:
-            return found
-    order: Order = pipeline.order(ranks, count)
-    return [_most(entries) for entries in order]
+    if count > short + ranks and count % ranks == 0:
+        order: Order = pipeline.order(ranks, short)
+        if _fullness(order) == _fullness(pipeline.order(ranks, short + ranks)):
+            return order
+    whole: Order = pipeline.order(ranks, count)
+    return whole
 
 
-def _most(entries: Sequence[Any]) -> Mapping[int, int]:
-    """Micro-batches in flight of each stage when most are."""
-    now: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for entry in entries:
-        for action in entry.passes:
-            now[action.stage] = now.get(action.stage, 0) + CHANGE_IN_FLIGHT[action.kind]
-            if sum(now.values()) > sum(most.values()):
-                most = dict(now)
-    return {stage: most.get(stage, 0) for stage in now}
+def _fullness(order: Order) -> Sequence[int]:
+    return [most_in_flight(entries) for entries in order]

@@ -15,8 +15,10 @@ from moefw.compose.assembly import Assembly
 from moefw.core.errors import MoefwError
 from moefw.planner.measure import recorded, stand_ins, with_held
 from moefw.planner.micro_batch import FP32, POOL, MicroBatch
-from moefw.planner.report import Ledger, OnHost, Peak, Transfer, Work
+from moefw.planner.recorded_stage import RecordedStage
+from moefw.planner.report import Ledger, OnHost, Transfer, Work
 from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, End, Excerpt, Share, Sides
+from moefw.planner.tune.peaks import PhaseBytes
 from moefw.planner.usage import Usage
 from moefw.recording.recorder import OPERANDS
 from moefw.runtime.parallel.holders import holdings
@@ -77,12 +79,12 @@ class _Position:
     work: Sequence[Work]
     kinds: Sequence[str]
     numbers: Sequence[int]
-    saved: Mapping[int | None, int]
+    phases: Mapping[int | None, Sequence[PhaseBytes]]
     operands: Mapping[int | None, int]
     parameters: ByLayer
     gradients: ByLayer
     pools: int
-    peak: Peak
+    sent: int
 
     @classmethod
     def of(cls, assembly: ExcerptAssembly, position: int, kinds: Mapping[int, str]) -> _Position:
@@ -91,7 +93,7 @@ class _Position:
             batch.forward()
             batch.backward()
             usage = Usage(batch, gradients=True)
-            saved = _saved(batch)
+            (stage,) = batch.stages.values()
             operands = _operands(batch)
             pools = sum(life.nbytes for life in batch.recorder.alive(batch.recorder.now) if life.kind == POOL)
             ledger = with_held(batch, layout, shared, MICRO_BATCHES)
@@ -102,12 +104,12 @@ class _Position:
                 work=[*batch.work()],
                 kinds=[kinds[number] for number in numbers],
                 numbers=numbers,
-                saved=saved,
+                phases=_phases(usage, stage),
                 operands=operands,
                 parameters=parameters,
                 gradients=gradients,
                 pools=pools,
-                peak=usage.peak(ledger.held.gradients),
+                sent=0 if batch.link is None else batch.link.sent,
             )
 
     def shares(self) -> dict[str, Share]:
@@ -126,8 +128,8 @@ class _Position:
             work=tuple(evolve(each, layers=1) for each in self.work if each.layer == layer and each.phase not in ENDS),
             parameters=_by_side(self.parameters, layer),
             gradients=_by_side(self.gradients, layer),
-            saved=self.saved.get(layer, 0),
             operands=self.operands.get(layer, 0),
+            phases=() if layer is None else tuple(self.phases[layer]),
         )
 
     def end(self, shares: Mapping[str, Share]) -> End:
@@ -139,7 +141,7 @@ class _Position:
         outside = self._share(None)
         in_layers = [each for kind in self.kinds for each in shares[kind].work]
         border = [each for each in self.work if each.layer is not None and each.phase not in ENDS]
-        saved = self.ledger.in_flight * sum(self.saved.values())
+        enter, leave = self.phases[None]
         return End(
             outside=evolve(outside, work=tuple(_rest(outside.work, border, in_layers))),
             ends=tuple(each for each in self.work if each.phase in ENDS),
@@ -151,7 +153,9 @@ class _Position:
             passing=held.step_passing - (sum(everything.values()) - held.gradients),
             pools=self.pools,
             layers=len(self.numbers),
-            passes=self.peak.total - self.peak.operands - saved,
+            sent=self.sent,
+            enter=enter,
+            leave=leave,
         )
 
 
@@ -187,12 +191,22 @@ def _size(assembly: Assembly, axis: str) -> int:
     return assembly.layout.sizes.get(axis, 1)
 
 
-def _saved(batch: MicroBatch) -> Counter[int | None]:
-    """Bytes that forward leaves for backward, by layer, without gathered weights."""
-    found: Counter[int | None] = Counter()
-    for life in batch.saved():
-        if life.kind is None:
-            found[(life.saved_in or life.given_to or life.made_in).layer] += life.nbytes
+def _phases(usage: Usage, stage: RecordedStage) -> Mapping[int | None, Sequence[PhaseBytes]]:
+    """Phases of a recorded stage by layer; None: the one before and the one behind the layers."""
+    found: dict[int | None, list[PhaseBytes]] = defaultdict(list)
+    for number, (phase, layer) in enumerate(zip(stage.phases, stage.layers, strict=True)):
+        forward, backward = stage.forward_of(number), stage.backward_of(number)
+        before, behind = usage.own_at(forward.start), usage.own_at(backward.start)
+        found[None if layer is None else layer.number].append(
+            PhaseBytes(
+                starts=phase.starts,
+                finishes=phase.finishes,
+                saved=usage.own_at(forward.stop) - before,
+                freed=behind - usage.own_at(backward.stop),
+                forward=usage.most_in(forward) - before,
+                backward=usage.most_in(backward) - behind,
+            )
+        )
     return found
 
 

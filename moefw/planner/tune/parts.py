@@ -8,6 +8,7 @@ from typing import Any
 from attrs import asdict, field, frozen
 
 from moefw.planner.report import Work, work_of
+from moefw.planner.tune.peaks import PhaseBytes
 from moefw.runtime.parallel.meshes import COPIES
 
 SIDES = tuple(COPIES)
@@ -22,20 +23,21 @@ Sides = Mapping[str, int]
 class Share:
     """What a layer, or what lies outside of layers, has on a rank: work of a micro-batch, and bytes.
 
-    ``parameters`` and ``gradients``: held all the time. ``saved``: between forward and backward of a micro-batch.
-    ``operands``: of weights, which micro-batches share.
+    ``parameters`` and ``gradients``: held all the time. ``operands``: of weights, which micro-batches share.
+    ``phases``: those of a layer, in the order of forward.
     """
 
     work: tuple[Work, ...]
     parameters: Sides
     gradients: Sides
-    saved: int
     operands: int
+    phases: tuple[PhaseBytes, ...] = ()
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Share:
         """Share of plain data."""
-        return cls(**{**data, "work": tuple(map(work_of, data["work"]))})
+        phases = tuple(PhaseBytes(**phase) for phase in data["phases"])
+        return cls(**{**data, "work": tuple(map(work_of, data["work"])), "phases": phases})
 
 
 @frozen(kw_only=True)
@@ -44,8 +46,8 @@ class End:
 
     ``outside``: outside of layers. ``ends``: the work that ends a step, of parameters of ``held`` bytes. ``states``
     and ``host``: bytes of the optimizer's states, on the device and in host memory. ``buffers``, ``batch`` (of a
-    micro-batch), ``passing`` of an update, and ``pools``, of ``layers`` layers: bytes. ``passes``: bytes at the peak of
-    a micro-batch beyond all that is saved then.
+    micro-batch), ``passing`` of an update, ``pools``, of ``layers`` layers, and ``sent``, the most to another stage:
+    bytes. ``enter`` and ``leave``: the phases before and behind the layers of its stage.
     """
 
     outside: Share
@@ -58,13 +60,16 @@ class End:
     passing: int
     pools: int
     layers: int
-    passes: int
+    sent: int
+    enter: PhaseBytes
+    leave: PhaseBytes
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> End:
         """End of plain data."""
         outside = Share.of_data(data["outside"])
-        return cls(**{**data, "outside": outside, "ends": tuple(map(work_of, data["ends"]))})
+        phases = {name: PhaseBytes(**data[name]) for name in ("enter", "leave")}
+        return cls(**{**data, **phases, "outside": outside, "ends": tuple(map(work_of, data["ends"]))})
 
 
 @frozen(kw_only=True)

@@ -144,9 +144,8 @@ class Search:
         label = self.space.label(settings)
         try:
             assembly = self.resolve(settings, self.where.world)
-            absent = tuple(
-                f"{self.where.runs.implementation} has no {part}." for part in self._software.lacks(assembly)
-            )
+            software = self.where.runs.implementation
+            absent = tuple(f"{software} has no {part}." for part in self._software.lacks(assembly))
             if absent:
                 return Candidate(settings=settings, label=label, problems=absent, problems_are=NOT_IN_SOFTWARE)
             measured = self.excerpts.of(settings, assembly)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Literal, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,9 @@ from torch import Tensor
 
 from moefw.core.contracts import Layout
 from moefw.core.records import Action, Order, Stage
-from moefw.runtime.pipeline.transfers import Step, with_transfers
+from moefw.runtime.pipeline.transfers import UNDER_WAY, Step, with_transfers
 
 Direction = Literal["forward", "backward"]
-UNDER_WAY: Final = 2
-"""The most sends of a rank whose tensors are kept."""
 
 
 @final

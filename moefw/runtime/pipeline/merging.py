@@ -11,14 +11,24 @@ Between the start of a movement and its finish lies work of the other micro-batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
-
-from moefw.runtime.phases import Phase
+from typing import Literal, Protocol
 
 Pass = Literal["F", "B"]
 
 
-def merged(forward: Sequence[Phase], backward: Sequence[Phase]) -> tuple[Pass, ...]:
+class Moving(Protocol):
+    """What a phase declares of movements of rows, as :class:`moefw.runtime.phases.Phase` does."""
+
+    @property
+    def starts(self) -> bool:
+        """Whether forward starts a movement."""
+
+    @property
+    def finishes(self) -> bool:
+        """Whether forward waits for a movement."""
+
+
+def merged(forward: Sequence[Moving], backward: Sequence[Moving]) -> tuple[Pass, ...]:
     """Pass to which each next phase belongs, for a forward and a backward that run through these phases.
 
     Both are given in the order of forward. Of the two next phases that one runs which waits for no movement; if both

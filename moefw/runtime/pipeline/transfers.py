@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Final, Literal
 
 from attrs import frozen
 
 from moefw.core.errors import PluginError
 from moefw.core.records import Action, Entry, Order
 from moefw.runtime.pipeline.timeline import made, needs
+
+UNDER_WAY: Final = 2
+"""The most sends of a rank whose tensors are kept."""
 
 
 @frozen
