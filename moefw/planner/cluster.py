@@ -167,6 +167,20 @@ class Links:
 
 
 @frozen(kw_only=True)
+class Checked:
+    """A step that was measured on the cluster, and what its figures predicted of it. ``layout``: in words."""
+
+    layout: str
+    predicted_ms: float = field(validator=gt(0.0))
+    measured_ms: Figure
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, a share of what was measured."""
+        return self.predicted_ms / self.measured_ms.value - 1
+
+
+@frozen(kw_only=True)
 class Cluster:
     """A cluster. What nobody publishes or estimates is left out."""
 
@@ -190,6 +204,8 @@ class Cluster:
     host_cores: Figure | None = None
     """Cores of the host for each GPU."""
     usd_per_gpu_hour: Figure | None = None
+    checked: tuple[Checked, ...] = ()
+    """Small steps of which the figures were checked: their errors are the error bars of predictions."""
 
     @property
     def is_measured(self) -> bool:
