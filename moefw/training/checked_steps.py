@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.planner import ledger
@@ -37,7 +37,6 @@ ALONE: Final[Mapping[str, Mapping[str, Any]]] = {
     "alone, bf16": {"precision": {"use": "bf16"}},
 }
 """Specs that each rank trains by itself, as what they add to ``TREE``, by layout in words."""
-PARALLEL: Final = {"dense": {"shard": "all"}, "experts": {"shard": "all"}}
 
 
 def together(world: int) -> Mapping[str, Mapping[str, Any]]:
@@ -46,7 +45,7 @@ def together(world: int) -> Mapping[str, Mapping[str, Any]]:
     spread = {"model": {**TREE["model"], "num_experts": experts - experts % world}}
     return {
         "dp": {"parallel": {"dense": {"dp": world}}},
-        "dp, sharded": {"parallel": {**PARALLEL, "dense": {"dp": world, "shard": "all"}}},
+        "dp, sharded": {"parallel": {"dense": {"dp": world, "shard": "all"}, "experts": {"shard": "all"}}},
         "ep": {**spread, "parallel": {"experts": {"ep": world}}},
         "ep, loop": {**spread, "parallel": {"experts": {"ep": world}}, "gemm": {"use": "loop"}},
     }
@@ -54,12 +53,12 @@ def together(world: int) -> Mapping[str, Mapping[str, Any]]:
 
 @frozen(kw_only=True)
 class Check:
-    """A step to predict and to measure. ``world``: ranks that train it together."""
+    """A step to predict and to measure. ``layout``: in words."""
 
     layout: str
     assembly: Assembly
     plan: Ledger
-    measurement: Measurement = field(repr=False)
+    measurement: Measurement
 
 
 @contextmanager
