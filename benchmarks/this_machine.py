@@ -35,11 +35,12 @@ from moefw.planner.time.software import Software
 from moefw.system.folders import cache_dir
 from moefw.system.python import python
 from moefw.training.host_pages import KEEP_PAGES
+from moefw.training.measured import measure
 from training_process import TRAIN, TrainingProcess, last_step
 
 SPECS: Final = Path(__file__).with_suffix(".yaml")
 RANKS: Final = 2
-REPEATS: Final = 6
+REPEATS: Final = 12
 """Repeats of each measurement of the calibration."""
 WARM_UP: Final = 4
 """Steps before the first window."""
@@ -51,20 +52,19 @@ AIMS: Final = {"step": 0.25, "peak": 0.03, "regret": 0.05}
 
 @frozen(kw_only=True)
 class Measured:
-    """Medians over windows, for a rank and a step, and their A/A spreads. ``peak``: bytes that a step needs."""
+    """Medians over windows, for a rank and a step, and their A/A spreads."""
 
     wall_s: float
     cpu_s: float
     wall_spread: float
     cpu_spread: float
-    peak: int
 
 
 @frozen(kw_only=True)
 class Row:
     """A spec, predicted and measured. ``flops``: what the model asks for in a step, of all ranks.
 
-    Peaks are of the first rank.
+    Peaks are of the rank that needs most memory.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Row:
     seconds: Mapping[str, float]
     predicted_peak: int
     measured: Measured
+    peak: int
 
     @property
     def step_error(self) -> float:
@@ -87,7 +88,7 @@ class Row:
     @property
     def peak_error(self) -> float:
         """Of the predicted peak of memory."""
-        return self.predicted_peak / self.measured.peak - 1
+        return self.predicted_peak / self.peak - 1
 
     def to_data(self) -> dict[str, Any]:
         """Plain data."""
@@ -101,7 +102,7 @@ class Row:
             "wall_spread": self.measured.wall_spread,
             "cpu_spread": self.measured.cpu_spread,
             "predicted_peak_bytes": self.predicted_peak,
-            "peak_bytes": self.measured.peak,
+            "peak_bytes": self.peak,
         }
 
 
@@ -174,15 +175,15 @@ def row(name: str, tree: Mapping[str, Any], cluster: Cluster, folder: Path) -> R
     plan = ledger(assembly, cache=cache_dir() / PLANS)  # which the run finds there
     predicted = forecast(assembly, plan, cluster, "this-machine", Software())
     assert plan.flops_per_token is not None
-    (first,) = (position.peak_bytes for position in plan.positions if 0 in position.at)
-    assert first is not None
+    assert plan.peak_bytes is not None
     return Row(
         name=name,
         flops=plan.flops_per_token * assembly.spec.train.tokens_per_step,
         predicted_s=predicted.told.step_s,
         seconds=predicted.told.categories,
-        predicted_peak=first,
+        predicted_peak=plan.peak_bytes,
         measured=trained(spec, run_dir, world, steps=max(2, round(WINDOW_S / predicted.told.step_s))),
+        peak=max(measure(assembly, rank=rank, micro_batches=plan.micro_batches).peak for rank in range(world)),
     )
 
 
@@ -203,13 +204,11 @@ def trained(spec: Path, run_dir: Path, world: int, *, steps: int) -> Measured:
             wall.append((now[1] - before[1]) / done)
             cpu.append((now[2] - before[2]) / done / world)
             before = now
-    told = json.loads((run_dir / "ledger.json").read_text())
     return Measured(
         wall_s=median(wall),
         cpu_s=median(cpu),
         wall_spread=spread(wall),
         cpu_spread=spread(cpu),
-        peak=told["measured"]["peak"],
     )
 
 
@@ -247,7 +246,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         yield (
             f"{each.name:34} {each.flops / 1e9:6.2f} {1e3 * each.predicted_s:9.1f} {1e3 * measured.wall_s:8.1f} "
             f"{each.step_error:+7.1%} {measured.wall_spread:6.1%} {1e3 * measured.cpu_s:8.1f} {each.cpu_error:+7.1%} "
-            f"{measured.cpu_spread:6.1%} {measured.peak / 2**20:9.1f} {each.peak_error:+7.2%}  "
+            f"{measured.cpu_spread:6.1%} {each.peak / 2**20:9.1f} {each.peak_error:+7.2%}  "
             f"{max(each.seconds, key=each.seconds.__getitem__)}"
         )
 

@@ -113,7 +113,9 @@ def _calibrated(options: _Options, place: Place) -> None:
     from moefw.planner.calibration.alone import ON_A_CPU, ON_A_GPU, measurements
     from moefw.planner.calibration.links import LINKS, groups_of, link_measurements, opened
     from moefw.planner.calibration.ranks import measured
+    from moefw.planner.calibration.result import measured_by
     from moefw.runtime.communication.agreement import everywhere
+    from moefw.training.checked_steps import checks, with_checked
     from moefw.training.host_costs import host_measurements
     from moefw.training.session import device_of, joined
     from moefw.training.world import threads_of_a_rank
@@ -123,6 +125,7 @@ def _calibrated(options: _Options, place: Place) -> None:
     torch.set_num_threads(threads_of_a_rank(place.local_world))
     with (
         host_measurements(device, place.world, options.repeats) as of_host,
+        checks(device, place.world, options.repeats) as of_steps,
         joined(device, place, timeout_s=RunSpec().timeout_s),
     ):
         world = dist.group.WORLD if place.world > 1 else None
@@ -136,11 +139,14 @@ def _calibrated(options: _Options, place: Place) -> None:
                 nbytes = MESSAGE_BYTES[options.device]
                 group = of_links[link]
                 planned += link_measurements(link, group, device, nbytes=nbytes, repeats=options.repeats)
+        planned += [each.measurement for each in of_steps]
         tell = partial(click.echo, err=True) if place.rank == 0 else lambda _: None
         readings = measured(planned, world, on_cpu=options.device == "cpu", tell=tell)
         if place.rank == 0:
             shared = _shared(readings)
-            _write(_cluster(readings, device, place, groups[0], shared), options)
+            by = measured_by(moefw.__version__, datetime.date.today().isoformat())
+            cluster = _cluster(readings, device, place, groups[0], shared, by)
+            _write(with_checked(cluster, of_steps, readings, by), options)
             _say(readings, shared, options)
 
 
@@ -158,9 +164,9 @@ def _agree(options: _Options, world: ProcessGroup | None) -> None:
 
 
 def _cluster(
-    readings: Readings, device: torch.device, place: Place, groups: list[Group], shared: float | None
+    readings: Readings, device: torch.device, place: Place, groups: list[Group], shared: float | None, by: str
 ) -> Cluster:
-    """Cluster of the readings. ``groups``: those of this rank."""
+    """Cluster of the readings. ``groups``: those of this rank; ``by``: who measured."""
     import torch
 
     from moefw.planner.calibration.alone import ON_A_CPU, ON_A_GPU
@@ -185,8 +191,7 @@ def _cluster(
         message_bytes=MESSAGE_BYTES[device.type],
     )
     sizes = ON_A_GPU if on_gpu else ON_A_CPU
-    today = datetime.date.today().isoformat()
-    return cluster_of(readings, around, sizes=sizes, version=moefw.__version__, date=today)
+    return cluster_of(readings, around, sizes=sizes, by=by)
 
 
 def _board_power_w(device: torch.device) -> float | None:

@@ -182,6 +182,20 @@ class Links:
 
 
 @frozen(kw_only=True)
+class Checked:
+    """A step that was measured on the cluster, and what its figures predicted of it. ``layout``: in words."""
+
+    layout: str
+    predicted_ms: float = field(validator=gt(0.0))
+    measured_ms: Figure
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, a share of what was measured."""
+        return self.predicted_ms / self.measured_ms.value - 1
+
+
+@frozen(kw_only=True)
 class Cluster:
     """A cluster. What nobody publishes or estimates is left out."""
 
@@ -207,6 +221,8 @@ class Cluster:
     host_memory_gb_per_s: Figure | None = None
     """What the host reads and writes of its memory in a second, for each GPU."""
     usd_per_gpu_hour: Figure | None = None
+    checked: tuple[Checked, ...] = ()
+    """Small steps of which the figures were checked: their errors are the error bars of predictions."""
 
     @property
     def is_measured(self) -> bool:

@@ -188,6 +188,8 @@ def step_in_words(time: Forecast) -> list[str]:
         f"pipeline bubble {100 * time.told.bubble_s / step:.1f} %, "
         f"waits for the host {100 * time.told.waits_for_host_s / step:.1f} %",
     ]
+    if time.bar.checked:
+        lines.append(f"that is the error of most of {time.bar.checked} small steps which were measured there")
     if time.bar.extrapolated:
         lines.append(f"extrapolated, as no published run is near in: {', '.join(time.bar.extrapolated)}")
     return lines

@@ -16,29 +16,16 @@ from typing import Any, Final, final
 import torch
 
 from moefw.compose.assembly import Assembly
-from moefw.compose.build import Shared, build_model, open_layout
-from moefw.compose.defaults import defaults
-from moefw.compose.machine import this_machine
-from moefw.compose.optimizer import build_optimizer
-from moefw.compose.resolve import assemble_tree
-from moefw.compose.spec.source import Marks
-from moefw.core.stages import Batch
 from moefw.planner import ledger
 from moefw.planner.calibration.alone import LAYER, LAYER_OF_RANKS, MICRO, STEP, STEP_OF_RANKS, Measurement
 from moefw.planner.calibration.clocks import in_one_thread
 from moefw.planner.calibration.readings import Reading, reading, reading_of
-from moefw.runtime.naming import initialise
-from moefw.training.clock import StepClock
-from moefw.training.engine import Engine
+from moefw.training.small_steps import PASSES, Steps, small_assembly
 
-TOKENS: Final = 16
-WARM_UP: Final = 4
-"""Steps until Python has specialised its code, and the allocator has its pages."""
-PASSES: Final = ("forward", "backward")
 SPEC: Final[Mapping[str, Any]] = {
     "model": {"vocab_size": 256, "dim": 16, "num_layers": 4, "num_experts": 8, "top_k": 2, "expert_dim": 16},
     "attention": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8},
-    "train": {"micro_batch": 1, "seq_len": TOKENS, "tokens_per_step": TOKENS},
+    "train": {"micro_batch": 1, "seq_len": 16},
 }
 GEMMS: Final = ("grouped", "loop")
 """Experts in one operator, and each in operators of its own: the first has more Python to an operator."""
@@ -92,12 +79,12 @@ class _Models:
         self._stack = stack
         self._assemblies = [_assembly(gemm, device, world) for gemm in GEMMS]
         self._operators = sum(map(_operators, self._assemblies))
-        self._steps: list[_Steps] = []
+        self._steps: list[Steps] = []
 
     def build(self) -> None:
         """Build the models, once. Collective if several ranks train them."""
         if not self._steps:
-            self._steps = [_Steps(assembly, self._device, self._stack) for assembly in self._assemblies]
+            self._steps = [Steps(assembly, self._device, self._stack) for assembly in self._assemblies]
 
     def layer_s(self, now: Callable[[], float]) -> float:
         """Seconds of an operator in the passes of a step of each."""
@@ -108,44 +95,8 @@ class _Models:
         return sum(each.seconds(now)[1] for each in self._steps) / len(self._steps)
 
 
-@final
-class _Steps:
-    """Steps of a model."""
-
-    def __init__(self, assembly: Assembly, device: torch.device, stack: ExitStack) -> None:
-        shared = Shared()
-        stack.callback(shared.close)
-        layout = open_layout(assembly, str(device))
-        model = build_model(assembly, layout, device, shared)
-        std: Any = model.init_std
-        initialise(model, seed=0, std=std)
-        optimizer = build_optimizer(assembly, model, layout, device, shared)
-        self._engine = Engine.of(model, optimizer, layout, assembly.spec.train)
-        ids_BS = torch.arange(TOKENS, device=device).view(1, -1)
-        self._batch = Batch(ids_BS=ids_BS, labels_BS=ids_BS.clone(), seeds_B=torch.zeros(1, dtype=torch.int64))
-        for _ in range(WARM_UP):
-            self.seconds(time.perf_counter)
-
-    def seconds(self, now: Callable[[], float]) -> tuple[float, float]:
-        """Seconds for the passes of a step, and for the rest of it."""
-        clock = StepClock(now=now, warmup=0)
-        self._engine.step([self._batch], 1e-3, clock)
-        of_section = clock.step_done()
-        passes = sum(of_section.pop(section) for section in PASSES)
-        return passes, sum(of_section.values())
-
-
 def _assembly(gemm: str, device: torch.device, world: int) -> Assembly:
-    """Assembly in which each rank of a world has a micro-batch of its own."""
-    tree = {
-        **SPEC,
-        "gemm": {"use": gemm},
-        "parallel": {"dense": {"dp": world}},
-        "train": {**SPEC["train"], "tokens_per_step": world * TOKENS},
-        "run": {"device": device.type},
-    }
-    machine = this_machine(device.type)
-    return assemble_tree(tree, Marks("calibration"), defaults=defaults(), world=world, machine=machine)
+    return small_assembly({**SPEC, "gemm": {"use": gemm}, "parallel": {"dense": {"dp": world}}}, device, world)
 
 
 def _operators(assembly: Assembly) -> int:

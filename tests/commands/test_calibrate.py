@@ -20,7 +20,7 @@ from moefw.planner.calibration.links import Group
 from moefw.planner.calibration.ranks import Readings
 from moefw.planner.calibration.readings import Reading
 from moefw.planner.cluster import THIS_MACHINE
-from moefw.training import host_costs
+from moefw.training import checked_steps, host_costs
 from moefw.training.run_facts import computing_name
 from moefw.training.world import Place
 from small_spec import small_spec
@@ -39,6 +39,7 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEFW_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(alone, "ON_A_CPU", SMALL)
     monkeypatch.setattr(host_costs, "GEMMS", ("loop",))
+    monkeypatch.setattr(checked_steps, "ALONE", {"alone": {}})
 
 
 def calibrated(*arguments: object) -> Said:
@@ -49,9 +50,9 @@ def test_it_writes_a_cluster_that_commands_know_by_name(tmp_path: Path) -> None:
     said = calibrated()
     path = tmp_path / "cache" / "clusters" / "this-machine.yaml"
     assert (said.code, said.out) == (0, f"wrote {path}: moefw plan SPEC --cluster this-machine\n")
-    lines = said.err.splitlines()[:15]
-    assert lines[0].startswith("[1/15] products of fp32, 8 x 4 x 16: ")
-    assert all(line.startswith(f"[{number}/15] ") and "A/A spread" in line for number, line in enumerate(lines, 1))
+    lines = said.err.splitlines()[:16]
+    assert lines[0].startswith("[1/16] products of fp32, 8 x 4 x 16: ")
+    assert all(line.startswith(f"[{number}/16] ") and "A/A spread" in line for number, line in enumerate(lines, 1))
     measured = cluster.read(THIS_MACHINE)
     assert measured.gpu.names == (computing_name(torch.device("cpu")),)
     assert [*cluster.with_gpu(measured.gpu.names[0])] == [(THIS_MACHINE, measured)]
@@ -60,7 +61,12 @@ def test_it_writes_a_cluster_that_commands_know_by_name(tmp_path: Path) -> None:
     assert measured.gpu.threads is not None
     assert measured.gpu.threads.value == torch.get_num_threads()
     assert "4 repeats, A/A spread" in measured.gpu.memory_tb_per_s.source
+    (checked,) = measured.checked
+    assert checked.layout == "alone"
+    assert "4 repeats, A/A spread" in checked.measured_ms.source
     planned = say("plan", small_spec(tmp_path), "--cluster", THIS_MACHINE)
+    assert f"give or take {100 * abs(checked.error):.0f} %" in planned.out
+    assert "that is the error of most of 1 small steps which were measured there" in planned.out
     assert "a GPU of this-machine has" in planned.out
     assert f"MFU is of {measured.peak_tflops('float32'):g} TFLOPS, its peak of products of float32" in planned.out
 
@@ -80,7 +86,7 @@ def test_what_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     said = calibrated("--output", tmp_path / "mine.yaml")
     assert said.code == 0
     reason = "rank 0: no multiplication here"
-    assert f"[11/15] an operator: failed: {reason}\n" in said.err
+    assert f"[11/16] an operator: failed: {reason}\n" in said.err
     assert f"left out: an operator could not be measured: {reason}\n" in said.err
     assert cluster.read(str(tmp_path / "mine.yaml")).host_launch_us is None
     monkeypatch.setattr(alone, "_copy", lacks)
@@ -104,7 +110,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
         said = calibrated("--output", path)
         assert (said.code, said.out) == (2, "")
         assert says in said.err
-        assert "[1/15]" not in said.err
+        assert "[1/16]" not in said.err
 
 
 def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +173,7 @@ def test_the_cluster_of_gpus_has_what_torch_and_the_driver_say_of_one(monkeypatc
     readings = Readings(of=of, failed={}, share={})
     groups = [Group(link="node", ranks=[0, 1]), Group(link="network", ranks=[0, 2])]
     gpu = torch.device("cuda", 1)
-    made = calibrate._cluster(readings, gpu, Place(1, 4, 1, 2), groups, None).gpu
+    made = calibrate._cluster(readings, gpu, Place(1, 4, 1, 2), groups, None, "ours").gpu
     assert set(asked) == {gpu}
     assert made.names == ("NVIDIA H100 80GB HBM3",)
     assert made.memory_gib.value == 80.0

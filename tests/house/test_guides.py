@@ -144,7 +144,7 @@ def test_the_guide_of_a_calibration_measures_this_machine(tmp_path: Path, monkey
     measured = clusters.read(THIS_MACHINE)
     node = measured.links.node
     assert node is not None
-    assert node.collectives.all_gather is not None
+    assert len(node.collectives.all_gather) == 3
     assert node.gpus is not None
     assert node.gpus.value == 2
     assert "2 ranks at once" in measured.about

@@ -473,7 +473,7 @@ def values(*, failed: Sequence[str] = ()) -> Readings:
 
 
 def test_readings_become_figures_that_say_how_they_were_measured() -> None:
-    cluster = cluster_of(values(), AROUND, sizes=SIZES, version="1.2", date="2026-11-28")
+    cluster = cluster_of(values(), AROUND, sizes=SIZES, by="measured by moefw 1.2 on 2026-11-28")
     gpu = cluster.gpu
     by = "measured by moefw 1.2 on 2026-11-28"
     assert gpu.names == ("a GPU",)
@@ -513,7 +513,7 @@ def test_readings_become_figures_that_say_how_they_were_measured() -> None:
 
 def test_what_could_not_be_measured_is_left_out() -> None:
     failed = ["products of bf16, 2 x 3 x 5", LAUNCH, "large all-gather over the node", "small messages over the node"]
-    cluster = cluster_of(values(failed=failed), AROUND, sizes=SIZES, version="1.2", date="2026-11-28")
+    cluster = cluster_of(values(failed=failed), AROUND, sizes=SIZES, by="measured by moefw 1.2 on 2026-11-28")
     assert cluster.gpu.peak_tflops.bf16.value == 3.0
     assert cluster.host_launch_us is None
     assert cluster.links.node is not None
@@ -525,6 +525,6 @@ def test_what_could_not_be_measured_is_left_out() -> None:
 def test_a_cluster_without_products_or_without_memory_is_none() -> None:
     for failed in ([COPY, LAUNCH], [f"products of bf16, {size}" for size in ("8 x 4 x 16", "2 x 3 x 5")]):
         with pytest.raises(RunError) as refused:
-            cluster_of(values(failed=failed), AROUND, sizes=SIZES, version="1.2", date="2026-11-28")
+            cluster_of(values(failed=failed), AROUND, sizes=SIZES, by="measured by moefw 1.2 on 2026-11-28")
         said = [problem.what for problem in refused.value.problems]
         assert said == [f"{name} could not be measured: rank 0: it is broken." for name in failed]

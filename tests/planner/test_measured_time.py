@@ -18,9 +18,22 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.planner import Ledger, cluster, ledger
-from moefw.planner.cluster import Attention, Cluster, Collective, Collectives, Gpu, Link, Links, Pass, Peaks, Product
+from moefw.planner.cluster import (
+    Attention,
+    Checked,
+    Cluster,
+    Collective,
+    Collectives,
+    Gpu,
+    Link,
+    Links,
+    Pass,
+    Peaks,
+    Product,
+)
 from moefw.planner.data_files import Figure
 from moefw.planner.report import Product as Multiplied
+from moefw.planner.sheets import step_in_words
 from moefw.planner.time.figures import figures
 from moefw.planner.time.forecast import Forecast, forecast, lacks
 from moefw.planner.time.least_squares import costs_of
@@ -181,6 +194,18 @@ def test_ranks_that_train_together_take_their_host_what_was_measured_of_such() -
     before, after = (told(on, 1).told.categories for on in (LAPTOP, twice))
     for name in ("host launches", "batch and log"):
         assert after[name] == pytest.approx(2 * before[name])
+
+
+def test_an_error_bar_is_that_of_steps_that_were_checked_on_the_machine() -> None:
+    measured = (10.0, 12.5, 8.0, 10.5, 20.0)  # of 10 ms each: errors of 0, 20, 25, 5 and 50 %
+    steps = tuple(Checked(layout="alone", predicted_ms=10.0, measured_ms=figure(taken)) for taken in measured)
+    checked = told(evolve(LAPTOP, checked=steps))
+    assert checked.told == told(LAPTOP).told
+    assert (checked.bar.percent, checked.bar.extrapolated, checked.bar.checked) == (pytest.approx(25.0), (), 5)
+    assert "that is the error of most of 5 small steps which were measured there" in step_in_words(checked)
+    published = told(LAPTOP)
+    assert (published.bar.checked, published.to_data()["checked_steps"]) == (0, 0)
+    assert "cluster" in published.bar.extrapolated
 
 
 def test_everything_that_a_rank_does_takes_its_threads_one_after_the_other() -> None:

@@ -48,6 +48,7 @@ KEYS = {
     "step_time_s",
     "error_percent",
     "extrapolated",
+    "checked_steps",
     "memory_bytes",
     "fits",
     "wire_bytes",

@@ -75,13 +75,13 @@ class Surroundings:
     message_bytes: int
 
 
-def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, version: str, date: str) -> Cluster:
-    """Cluster of the readings. What was not measured is left out.
+def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, by: str) -> Cluster:
+    """Cluster of the readings, with figures that say ``by`` whom. What was not measured is left out.
 
     Raises RunError with every failure if one of them is of what a cluster cannot do without: products of bf16, and the
     copy.
     """
-    figures = _Figures(readings, f"measured by moefw {version} on {date}")
+    figures = _Figures(readings, by)
     products = figures.products(sizes.shapes)
     peaks = {format: figures.peak(products, format) for format in FORMATS}
     copy = figures.named(COPY)
@@ -119,6 +119,11 @@ def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, versio
         host_cores=figures.read(around.cores),
         host_memory_gb_per_s=figures.named(HOST_COPY),
     )
+
+
+def measured_by(version: str, date: str) -> str:
+    """Who measured figures, and when, as their sources say it."""
+    return f"measured by moefw {version} on {date}"
 
 
 class _Figures:
@@ -219,7 +224,12 @@ class _Figures:
         return tuple(found)
 
     def _measured(self, reading: Reading) -> Figure:
-        return Figure(value=_rounded(reading.value), source=f"{self._by}, {said_of(reading)}")
+        return figure_of(reading, self._by)
+
+
+def figure_of(reading: Reading, by: str) -> Figure:
+    """Figure of a reading. ``by``: who measured it."""
+    return Figure(value=_rounded(reading.value), source=f"{by}, {said_of(reading)}")
 
 
 def _rounded(value: float) -> float:

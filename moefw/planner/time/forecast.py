@@ -93,6 +93,7 @@ class Forecast:
             "step_time_s": step,
             "error_percent": self.bar.percent,
             "extrapolated": list(self.bar.extrapolated),
+            "checked_steps": self.bar.checked,
             "memory_bytes": dict(self.memory_bytes),
             "fits": self.plan.peak_bytes is not None and self.plan.peak_bytes <= self.cluster.memory_bytes,
             "wire_bytes": dict(self.wire_bytes),
@@ -205,10 +206,17 @@ def forecast(
         scale=scale,
         told=step,
         inputs=inputs,
-        bar=likeness.bar(inputs, likeness.held_out()),
+        bar=_bar(inputs, cluster),
         tokens=assembly.spec.train.tokens_per_step,
         wire_bytes=_wire(busiest, plan.micro_batches),
     )
+
+
+def _bar(inputs: Inputs, cluster: Cluster) -> Bar:
+    """Error bar: of the steps that were checked on the cluster, or of published rows."""
+    if cluster.checked:
+        return likeness.bar_of_checked([each.error for each in cluster.checked])
+    return likeness.bar(inputs, likeness.held_out())
 
 
 def _as_the_spec_says(assembly: Assembly, runs: Software) -> Software:

@@ -91,10 +91,14 @@ class HeldOut:
 
 @frozen
 class Bar:
-    """Half of an interval that holds :data:`SHARE` of rows, in percent, and the inputs that no row is near to."""
+    """Half of an interval that holds :data:`SHARE` of rows, in percent, and the inputs that no row is near to.
+
+    ``checked``: how many steps of the cluster itself it is made of, in the place of published rows; 0: none.
+    """
 
     percent: float
     extrapolated: tuple[str, ...]
+    checked: int = 0
 
 
 def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
@@ -107,6 +111,14 @@ def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
     far = extrapolated(inputs, [row.inputs for row in rows])
     quantile = _quantile([abs(row.error) for row in rows], weights)
     return Bar(max(LEAST, 100 * quantile) * (1 + FURTHER * len(far)), far)
+
+
+def bar_of_checked(errors: Sequence[float]) -> Bar:
+    """Error bar of a cluster on which steps were predicted and measured: a quantile of their errors, which are shares.
+
+    It says how far the figures of the machine are right there, and nothing of layouts or sizes unlike those steps.
+    """
+    return Bar(100 * _quantile([abs(error) for error in errors], [1.0] * len(errors)), (), len(errors))
 
 
 @frozen

@@ -83,6 +83,9 @@ def _row(name: str, words: Callable[[float | None], str], planned: float | None,
 
 
 def _how_sure(planned: Forecast) -> str:
+    if planned.bar.checked:
+        of_steps = f"most of the {planned.bar.checked} small steps that were measured when it was calibrated"
+        return f"The planned time is right within {planned.bar.percent:.0f} % in {of_steps}."
     sure = f"The planned time is right within {planned.bar.percent:.0f} % in four of five published runs like this one."
     if not planned.bar.extrapolated:
         return sure
