@@ -17,6 +17,7 @@ from moefw.testing.layer_case import LayerCase, assert_matches, build_layer, rec
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
 from operators_seen import Operators
+from pairwise import pairwise
 
 WORLDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "one rank": ((9,), {}),
@@ -35,9 +36,7 @@ def case_of(world: str, rank_capacity: float, *, max_tokens: int | None = None, 
     return LayerCase(**{"tokens": tokens, "skew": "one", **more, "parts": {**parts, **more.get("parts", {})}})
 
 
-@pytest.mark.parametrize("gemm", ["loop", "grouped"])
-@pytest.mark.parametrize("alignment", [1, 4])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "alignment", "gemm"), pairwise(WORLDS, [1, 4], ["loop", "grouped"]))
 def test_a_budget_with_room_for_all_rows_changes_nothing(pool: RankPool, world: str, alignment: int, gemm: str) -> None:
     case = case_of(world, ENOUGH, row_alignment=alignment, masked=True, parts={"gemm": {"use": gemm}})
     assert_matches(pool.run(solve, case.world, case), truth(case, Rule(top_k=case.top_k)), rtol=1e-5)
@@ -45,13 +44,14 @@ def test_a_budget_with_room_for_all_rows_changes_nothing(pool: RankPool, world: 
     assert_matches(pool.run(solve, case.world, larger), truth(case, Rule(top_k=case.top_k)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("gemm", ["loop", "grouped"])
-@pytest.mark.parametrize(("capacity", "max_tokens"), [(0.6, None), (1.0, None), (1.2, 7)])
-@pytest.mark.parametrize("alignment", [1, 4])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("world", "alignment", "gemm", "budget"),
+    pairwise(WORLDS, [1, 4], ["loop", "grouped"], [(0.6, None), (1.0, None), (1.2, 7)]),
+)
 def test_rows_beyond_the_budget_are_those_that_a_brute_force_leaves_out(
-    pool: RankPool, world: str, alignment: int, capacity: float, max_tokens: int | None, gemm: str
+    pool: RankPool, world: str, alignment: int, gemm: str, budget: tuple[float, int | None]
 ) -> None:
+    capacity, max_tokens = budget
     tokens = tuple(min(each, max_tokens or each) for each in WORLDS[world][0])
     parts = {"gemm": {"use": gemm}}
     case = case_of(world, capacity, max_tokens=max_tokens, row_alignment=alignment, tokens=tokens, parts=parts)

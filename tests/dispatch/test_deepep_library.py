@@ -91,8 +91,7 @@ def test_counts_for_which_the_library_has_waited_are_not_read_back(pool: RankPoo
     assert [of_rank["sizes"] for of_rank in found] == [of_rank["sizes"] for of_rank in wanted]
 
 
-@pytest.mark.parametrize("precision", FP8)
-@pytest.mark.parametrize(("world", "interface"), each_value(WORLDS, INTERFACES))
+@pytest.mark.parametrize(("world", "interface", "precision"), each_value(WORLDS, INTERFACES, FP8))
 def test_packed_rows_arrive_as_over_the_torch_backend(
     pool: RankPool, interface: str, world: str, precision: str
 ) -> None:

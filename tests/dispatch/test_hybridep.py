@@ -16,6 +16,7 @@ from moefw.testing.layer_case import LayerCase, assert_matches, build_layer, rec
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
 from operators_seen import Operators
+from pairwise import pairwise
 
 CAPACITY = 0.6
 
@@ -37,9 +38,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("gemm", ["loop", "grouped"])
-@pytest.mark.parametrize("alignment", [1, 4])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "alignment", "gemm"), pairwise(WORLDS, [1, 4], ["loop", "grouped"]))
 def test_rows_beyond_the_budget_are_dropped_as_the_oracle_drops_them(
     pool: RankPool, world: str, alignment: int, gemm: str
 ) -> None:
@@ -79,9 +78,7 @@ def static(world: str, rank_capacity: float, *, max_tokens: int = 7, gemm: str =
     return replace(case, tokens=tuple(min(each, max_tokens) for each in case.tokens))
 
 
-@pytest.mark.parametrize("gemm", ["loop", "grouped"])
-@pytest.mark.parametrize("alignment", [1, 4])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "alignment", "gemm"), pairwise(WORLDS, [1, 4], ["loop", "grouped"]))
 def test_static_hops_with_room_for_all_rows_change_nothing(
     pool: RankPool, world: str, alignment: int, gemm: str
 ) -> None:
@@ -89,9 +86,7 @@ def test_static_hops_with_room_for_all_rows_change_nothing(
     assert_matches(pool.run(solve, case.world, case), truth(case, Rule(top_k=case.top_k)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("capacity", [0.6, 1.0, 1.4])
-@pytest.mark.parametrize("skew", ["even", "one"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "skew", "capacity"), pairwise(WORLDS, ["even", "one"], [0.6, 1.0, 1.4]))
 def test_static_hops_say_how_many_rows_found_no_room_in_a_hop_or_at_the_rank(
     pool: RankPool, world: str, skew: str, capacity: float
 ) -> None:

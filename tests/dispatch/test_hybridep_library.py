@@ -24,7 +24,7 @@ from moefw.plugins.dispatchers.hybridep.limits import Shape, limits
 from moefw.testing.layer_case import LayerCase, assert_matches, truth
 from moefw.testing.oracle import Rule
 from moefw.testing.pool import RankPool
-from pairwise import each_value
+from pairwise import each_value, pairwise
 
 BF16 = 4e-2
 WORLDS = {
@@ -71,9 +71,14 @@ def test_the_same_rows_arrive_as_over_the_torch_backend(pool: RankPool, world: s
     same(pool, layer_case, TOKENS[options], "rows", "weights", "counts", "offsets", "sizes")
 
 
-@pytest.mark.parametrize("world", ["two ranks, unequal", "four ranks, one empty", "two nodes", "experts in two parts"])
-@pytest.mark.parametrize("capacity", [0.3, 0.6, 4.0])
-@pytest.mark.parametrize("on_overflow", ["drop", "rerun"])
+@pytest.mark.parametrize(
+    ("world", "capacity", "on_overflow"),
+    pairwise(
+        ["two ranks, unequal", "four ranks, one empty", "two nodes", "experts in two parts"],
+        [0.3, 0.6, 4.0],
+        ["drop", "rerun"],
+    ),
+)
 def test_a_budget_leaves_out_the_same_rows_as_the_torch_backend(
     pool: RankPool, world: str, capacity: float, on_overflow: str
 ) -> None:

@@ -170,20 +170,20 @@ MEMORY = (
 
 @pytest.mark.parametrize(("name", "world"), each_value(FORMATS, WORLDS))
 def test_every_dispatcher_gemm_and_layout_rounds_the_same_rows(pool: RankPool, name: str, world: str) -> None:
-    """With masked tokens and a shared expert; the cases cycle through the recompute policies."""
+    """With masked tokens and a shared expert; the cases cycle through GEMMs and recompute policies."""
     tokens, parallel, grouping = WORLDS[world]
+    turn = [*FORMATS].index(name)
     cases = [
         layer(
             FORMATS[name],
-            gemm,
+            GEMMS[(number + turn) % len(GEMMS)],
             tokens=tokens,
             expert_dim=80,
             seed=3,
             masked=True,
             shared=True,
-            parts={"dispatch": dispatch, "parallel": parallel, "memory": MEMORY[(number + turn) % len(MEMORY)]},
+            parts={"dispatch": dispatch, "parallel": parallel, "memory": MEMORY[(number + turn // 2) % len(MEMORY)]},
         )
-        for turn, gemm in enumerate(GEMMS)
         for number, dispatch in enumerate(DISPATCHERS.values())
     ]
     wanted = quantized_truth(cases[0], FORMATS[name], **grouping)

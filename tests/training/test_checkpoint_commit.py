@@ -31,6 +31,7 @@ from moefw.training.checkpoint import saving
 from moefw.training.checkpoint.commit import prune
 from moefw.training.checkpoint.reading import opened
 from moefw.training.folder import checkpoint_dirs
+from pairwise import quick
 
 
 def names(run_dir: Path) -> set[str]:
@@ -203,7 +204,7 @@ def poison(run_dir: Path, parallel: dict[str, Any]) -> list[tuple[set[str], str]
 @pytest.mark.fault(
     "a weight, a state or a moment is NaN at a save ({id})", "no rank saves; the tensor and its rank are named"
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "copies and experts", "all sharded"))
 def test_what_is_not_finite_on_one_rank_is_saved_by_none_and_named(pool: RankPool, tmp_path: Path, layout: str) -> None:
     first, second = pool.run(poison, 2, tmp_path, LAYOUTS[layout])
     assert len(second) > 30
