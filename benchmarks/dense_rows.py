@@ -46,7 +46,7 @@ taken as those of MoE models are:
 - embedding and head count as a layer each when layers are split into stages, although 80 layers divide evenly over 20
   stages;
 - transfers of tensor parallelism are exposed, although these recipes overlap them with products;
-- FSDP gathers nothing in a micro-batch, and what is recomputed in some layers costs nothing;
+- FSDP gathers nothing in a micro-batch, and what is recomputed or offloaded in some layers costs nothing;
 - a row has CUDA graphs if its recipe names an implementation and a scope of them;
 - software of 2025 has the factor that was fitted to other rows of 2025."""
 
@@ -100,6 +100,7 @@ def _as_moe_row(number: int, fields: Mapping[str, str]) -> Mapping[str, str]:
         "stack": "mcore25" if fields["release"].startswith("25.") else "mcore26",
         "cuda_graph": "off" if implementation == "none" else scopes,
         "recompute": "none",
+        "offload": "",
         "truth_tflops": fields["model_tflops_per_gpu"],
         "score": "yes",
     }

@@ -52,13 +52,14 @@ def test_trees_are_laid_over_each_other() -> None:
     assert below["a"] == {"x": 1, "y": 2}
 
 
-MEASURED = Measured(wall_s=0.2, cpu_s=0.1, wall_spread=0.0, cpu_spread=0.0, peak=1000)
+MEASURED = Measured(wall_s=0.2, cpu_s=0.1, wall_spread=0.0, cpu_spread=0.0)
 ROW = Row(
     name="one",
     flops=1e9,
     predicted_s=0.22,
     seconds={"products": 0.2, "experts": 0.1},
     predicted_peak=1020,
+    peak=1000,
     measured=MEASURED,
 )
 

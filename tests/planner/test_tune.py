@@ -84,14 +84,15 @@ def search_of(
             {PP: 2, PIPELINE: {"use": "interleaved", "chunks": 2}, MICRO_BATCH: 1, **SHARDED}, 0.05, id="interleaved"
         ),
         pytest.param({PP: 1, EP: 8, **SHARDED}, 0.05, id="without pp"),
-        pytest.param({MICRO_BATCH: 1, PIPELINE: {"use": "interleaved", "chunks": 2, "merged": True}}, 0.01, id="merged"),
+        pytest.param(
+            {MICRO_BATCH: 1, PIPELINE: {"use": "interleaved", "chunks": 2, "merged": True}}, 0.01, id="merged"
+        ),
         pytest.param({PIPELINE: {"use": "zbv"}}, 0.01, id="zero bubble"),
         pytest.param({MICRO_BATCH: 1, PIPELINE: {"use": "dualpipe-v", "merged": True}}, 0.01, id="dualpipe-v"),
     ],
 )
 def test_a_composed_candidate_is_as_fast_and_as_large_as_its_whole_plan(settings: Settings, within: float) -> None:
-    """Buffers of gathered weights, of several layers at a time, are a larger part of a model of four layers than of others.
-    """
+    """Buffers of gathered weights are of several layers at a time: a larger part of four layers than of sixty."""
     search = search_of()
     composed = search.look({**search.space.own, **settings})
     whole, _ = search.exact(composed, ledger)
