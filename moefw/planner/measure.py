@@ -192,7 +192,13 @@ def _held(assembly: Assembly, count: int, position: int) -> Ledger:
 
 @contextmanager
 def recorded(
-    assembly: Assembly, count: int, position: int, *, gradients: bool, passes: Sequence[Pass] = TRAINING
+    assembly: Assembly,
+    count: int,
+    position: int,
+    *,
+    gradients: bool,
+    passes: Sequence[Pass] = TRAINING,
+    by_phase: bool = False,
 ) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
     """Open the first rank of a position on pp: a recorded micro-batch that has not run, the layout, what parts share.
 
@@ -208,7 +214,7 @@ def recorded(
         stack.enter_context(recorder)
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
-        batch = MicroBatch(assembly, layout, shared, recorder, count=count, gradients=gradients)
+        batch = MicroBatch(assembly, layout, shared, recorder, count=count, gradients=gradients, by_phase=by_phase)
         stack.enter_context(batch.weights_shared(passes))
         yield batch, layout, shared
 

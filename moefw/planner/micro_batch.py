@@ -53,11 +53,20 @@ class MicroBatch:
     """A model and its recorded micro-batch. A moment is a number of changes of the memory in use.
 
     ``count``: the number of micro-batches of a step. ``gradients``: whether gradients of an earlier micro-batch exist
-    when this one begins. ``layers``: the layers that run. ``offloaded``: bytes of host memory by place.
+    when this one begins. ``by_phase``: whether each phase has a graph of its own although the assembly's schedule does
+    not ask for that. ``layers``: the layers that run. ``offloaded``: bytes of host memory by place.
     """
 
     def __init__(
-        self, assembly: Assembly, layout: Layout, shared: Shared, recorder: Recorder, *, count: int, gradients: bool
+        self,
+        assembly: Assembly,
+        layout: Layout,
+        shared: Shared,
+        recorder: Recorder,
+        *,
+        count: int,
+        gradients: bool,
+        by_phase: bool = False,
     ) -> None:
         self.assembly = assembly
         self.recorder = recorder
@@ -94,7 +103,7 @@ class MicroBatch:
         self.saved_in: dict[int, range] = {}
         """The moments between which forward of each stage saves what its backward needs."""
         self._played: Iterator[Any] | None = None
-        self._by_phase = assembly.parts.pipeline.merges or train.delay_wgrads or ends_by_phase
+        self._by_phase = by_phase or assembly.parts.pipeline.merges or train.delay_wgrads or ends_by_phase
         self.stages: dict[int, RecordedStage] = {}
         """The stages of this rank that ran, by index."""
         self.operations.learn_weights(self.model)

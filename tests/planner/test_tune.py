@@ -44,6 +44,8 @@ TREE: Mapping[str, Any] = {
 WORLD = 16
 PP, EP = ("parallel", "pp"), ("parallel", "experts", "ep")
 SHARDED: Settings = {("parallel", "dense", "shard"): "all", ("parallel", "experts", "shard"): "all"}
+ZERO_1: Settings = {**SHARDED, ("parallel", "dense", "zero"): 1, ("parallel", "experts", "zero"): 1}
+MERGED: Settings = {PIPELINE: {"use": "interleaved", "chunks": 2, "merged": True}}
 
 
 @frozen
@@ -77,27 +79,25 @@ def search_of(
 
 
 @pytest.mark.parametrize(
-    ("settings", "within"),
+    "settings",
     [
-        pytest.param({}, 0.01, id="pp 2"),
-        pytest.param(
-            {PP: 2, PIPELINE: {"use": "interleaved", "chunks": 2}, MICRO_BATCH: 1, **SHARDED}, 0.05, id="interleaved"
-        ),
-        pytest.param({PP: 1, EP: 8, **SHARDED}, 0.05, id="without pp"),
-        pytest.param(
-            {MICRO_BATCH: 1, PIPELINE: {"use": "interleaved", "chunks": 2, "merged": True}}, 0.01, id="merged"
-        ),
-        pytest.param({PIPELINE: {"use": "zbv"}}, 0.01, id="zero bubble"),
-        pytest.param({MICRO_BATCH: 1, PIPELINE: {"use": "dualpipe-v", "merged": True}}, 0.01, id="dualpipe-v"),
+        pytest.param({}, id="pp 2"),
+        pytest.param({PIPELINE: {"use": "interleaved", "chunks": 2}, **SHARDED}, id="interleaved"),
+        pytest.param({PP: 1, EP: 8, **SHARDED}, id="without pp"),
+        pytest.param({MICRO_BATCH: 1, **MERGED}, id="merged"),
+        pytest.param({EP: 2, **MERGED, **ZERO_1}, id="merged, whole gradients"),
+        pytest.param({**MERGED, **SHARDED}, id="merged, sharded"),
+        pytest.param({PIPELINE: {"use": "zbv"}}, id="zero bubble"),
+        pytest.param({MICRO_BATCH: 1, PIPELINE: {"use": "dualpipe-v", "merged": True}}, id="dualpipe-v"),
     ],
 )
-def test_a_composed_candidate_is_as_fast_and_as_large_as_its_whole_plan(settings: Settings, within: float) -> None:
-    """Buffers of gathered weights are of several layers at a time: a larger part of four layers than of sixty."""
+def test_a_composed_candidate_is_as_fast_and_as_large_as_its_whole_plan(settings: Settings) -> None:
+    """The excerpt has two copies of experts, where candidates with ``EP: 2`` have four."""
     search = search_of()
     composed = search.look({**search.space.own, **settings})
     whole, _ = search.exact(composed, ledger)
     assert composed.step_s == pytest.approx(whole.step_s, rel=0.05)
-    assert composed.peak_bytes == pytest.approx(whole.peak_bytes, rel=within)
+    assert composed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
 
 
 def test_the_same_seed_gives_the_same_and_the_cache_saves_the_measuring(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_part_of_a_third_party_enters_the_search() -> None:
     search.run(40, seed=0)
     labels = {candidate.label for candidate in search.candidates}
     assert {"of-another", "1f1b", "zbv"} <= labels
-    assert search.excerpts.measured == 1, "no schedule changes a layer"
+    assert search.excerpts.measured == 2, "a schedule changes a layer only by merging passes"
     assert sum(search.counts[name] for name in OUTCOMES) == search.counts["candidates"]
     best = tied(search.candidates)[0]
     assert any("interleaved" in line or "gpipe" in line for line in reasons(search, best))

@@ -33,9 +33,13 @@ ByLayer = Mapping[tuple[int | None, str], int]
 
 @frozen(kw_only=True)
 class ExcerptAssembly(Assembly):
-    """Assembly of which only a few layers are built. ``chosen``: the stages of each position, with those alone."""
+    """Assembly of which only a few layers are built. ``chosen``: the stages of each position, with those alone.
+
+    ``by_phase``: whether phases run as in a schedule that merges passes.
+    """
 
     chosen: Stages
+    by_phase: bool
 
     @property
     def stages(self) -> Stages:
@@ -43,13 +47,13 @@ class ExcerptAssembly(Assembly):
         return self.chosen
 
 
-def measure(assembly: Assembly, stages: Stages, kinds: Mapping[int, str]) -> Excerpt:
+def measure(assembly: Assembly, stages: Stages, kinds: Mapping[int, str], *, by_phase: bool) -> Excerpt:
     """Excerpt of an assembly. ``kinds``: the kind of each layer of ``stages``.
 
     Where a part cannot run on this machine, what it is planned as runs in its place.
     """
     values = {field.name: getattr(assembly, field.name) for field in fields(Assembly)}
-    excerpt = ExcerptAssembly(**values, chosen=stages)
+    excerpt = ExcerptAssembly(**values, chosen=stages, by_phase=by_phase)
     try:
         return _measured(excerpt, kinds)
     except (MoefwError, RuntimeError) as error:
@@ -89,7 +93,8 @@ class _Position:
     @classmethod
     def of(cls, assembly: ExcerptAssembly, position: int, kinds: Mapping[int, str]) -> _Position:
         """Record a position."""
-        with recorded(assembly, MICRO_BATCHES, position, gradients=True) as (batch, layout, shared):
+        rank = recorded(assembly, MICRO_BATCHES, position, gradients=True, by_phase=assembly.by_phase)
+        with rank as (batch, layout, shared):
             batch.forward()
             batch.backward()
             usage = Usage(batch, gradients=True)

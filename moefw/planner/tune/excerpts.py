@@ -63,20 +63,24 @@ class Excerpts:
         return self._known[key]
 
     def _key(self, settings: Settings, assembly: Assembly) -> object:
-        """What an excerpt depends on: neither pp, nor the schedule, nor the number of copies if it is more than one."""
+        """What an excerpt depends on: neither pp, nor the number of copies if it is more than one.
+
+        Of the schedule, whether it merges passes: each phase then has a graph of its own, and frees what it can.
+        """
         others = pipeline_of(assembly)
         own = [(path, repr(value)) for path, value in settings.items() if path not in others]
-        return tuple(own), _ranks_of_stage(assembly)
+        return tuple(own), _ranks_of_stage(assembly), assembly.parts.pipeline.merges
 
     def _find(self, settings: Settings, assembly: Assembly) -> Measured:
         numbers = sorted(number for stages in assembly.stages for stage in stages for number in stage.layers)
         kinds = _named({number: repr(facts_of(assembly, number)) for number in numbers})
         small = self._small(settings, assembly)
         stages = _stages([*kinds.values()])
+        by_phase = assembly.parts.pipeline.merges
         path = None
         if self.cache is not None:
             chosen = [[[stage.index, *stage.layers] for stage in at] for at in stages]
-            identity = [cache_files.identity(small), chosen, self._sources(small)]
+            identity = [cache_files.identity(small), chosen, by_phase, self._sources(small)]
             path = self.cache / f"{cache_files.digest(identity)}.json"
             data = cache_files.stored(path)
             if data is not None:
@@ -85,7 +89,7 @@ class Excerpts:
         with without_garbage_collection():
             from moefw.planner.tune.excerpt import measure
 
-            excerpt = measure(small, stages, kinds)
+            excerpt = measure(small, stages, kinds, by_phase=by_phase)
         self.measured += 1
         if path is not None and not excerpt.unknown:  # what is missing may be installed later
             cache_files.store(path, excerpt.to_data())
