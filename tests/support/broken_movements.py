@@ -43,7 +43,7 @@ class ScalesTheGradientOfRows(Wrapper):
         return super().start_combine(ScaledGradient.apply(rows_RD, lambda grad: 0.5), handle)
 
 
-@breaks("under torch.no_grad a tensor", "without_gradients_nothing_is_saved_and_nothing_changes")
+@breaks("under torch.no_grad the rows want gradients", "without_gradients_nothing_is_saved_and_nothing_changes")
 class RecordsUnderNoGrad(Wrapper):
     @torch.enable_grad()
     def start_dispatch(self, x_TD, weights_TK, plan):
