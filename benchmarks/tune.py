@@ -52,8 +52,9 @@ HEAD: Final = f"""# What vendors found, and what a search finds
 `python benchmarks/tune.py > docs/tune-published.md` writes this page.
 
 [`moefw tune`](tune.md) around the best published rows of three models, in the software of the row (`--as`): with its
-kernels, with graphs as in the row, and of schedules and dispatchers, in rows of Megatron, with those alone that it has. A published layout is found if it fits and is
-tied with the best that the search finds, or at most {ALLOWED:.0f} % below the tied group.
+kernels, with graphs as in the row, and of schedules and dispatchers, in rows of Megatron, with those alone that it has.
+A published layout is found if it fits and is tied with the best that the search finds, or at most {ALLOWED:.0f} % below
+the tied group.
 
 Both times of a row are predictions. The error bar of the best is that of [one prediction](time.md); ties are by the
 error of a ratio. States and recompute are those of the row's recipe, where its page does not say them
