@@ -1,6 +1,7 @@
 """Fake tensors whose operators are computed once: on tensors alike, the results are alike.
 
-PyTorch remembers results, too, but takes five times as long to find them and to make tensors of them.
+PyTorch remembers results, too, but takes five times as long to find them and to make tensors of them, and computes
+views of each offset anew.
 """
 
 from __future__ import annotations
@@ -12,12 +13,31 @@ import torch
 from attrs import frozen
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_map_only
 
+aten = torch.ops.aten
 _CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of arguments that are compared by value."""
 _DEPENDS_ON_MORE: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view})
 """Tags of operators whose results depend on more than shapes, or that change those of their arguments."""
+_DEPENDS_ON_OFFSET: Final = (
+    *(getattr(packet, name) for packet in (aten.as_strided, aten.as_strided_) for name in packet.overloads()),
+    aten.view.dtype,
+)
+"""Operators that are given an offset in a storage, or count it in elements of another size.
+
+Views that all others make lie as far behind their tensor wherever this lies in its storage.
+"""
+_VIEWS: Final = (
+    aten.as_strided.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+)
+"""Operators that cut tensors. PyTorch composes them of others for fake tensors, which takes ten times as long."""
 
 
 @frozen
@@ -29,7 +49,10 @@ class _Argument:
 
 @frozen
 class _Made:
-    """A tensor that an operator makes. ``viewed``: the number of the argument whose storage it shares, or None."""
+    """A tensor that an operator makes.
+
+    ``viewed``: the number of the argument whose storage it shares, or None. ``offset``: beyond that of this argument.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -47,7 +70,7 @@ class _NotDescribedError(Exception):
 class KnownResults(FakeTensorMode):
     """Mode of fake tensors that makes results anew of their description, where the operator has run on others alike.
 
-    Alike are tensors of one shape, stride, offset, dtype and device, and constants of one type and value. Results are
+    Alike are tensors of one shape, stride, dtype and device, and constants of one type and value. Results are
     remembered for all modes of the process.
     """
 
@@ -63,18 +86,32 @@ class KnownResults(FakeTensorMode):
         kwargs = kwargs or {}
         tensors: list[Tensor] = []
         try:
-            call = func, torch.get_default_dtype(), self._described(args, tensors), self._described(kwargs, tensors)
+            call = self._call_described(func, args, kwargs, tensors)
             described = self.known[call]
         except _NotDescribedError:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._computed(func, types, args, kwargs)
         except KeyError:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            result = self._computed(func, types, args, kwargs)
             self.known[call] = self._learned(call, args, kwargs, result)
             return result
         if described is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._computed(func, types, args, kwargs)
         (results,) = described
         return self._made(results, tensors)
+
+    def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Results that PyTorch computes."""
+        if func in _VIEWS and type(args[0]) is FakeTensor and args[0].fake_mode is self:
+            with in_kernel_invocation_manager(self):
+                views = func(*args, **kwargs)
+            return tree_map_only(Tensor, lambda view: FakeTensor(self, view, args[0].fake_device), views)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _call_described(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Description of an operator and its arguments, as of :meth:`_described`."""
+        described = self._described(args, tensors), self._described(kwargs, tensors)
+        offsets = [tensor.storage_offset() for tensor in tensors] if func in _DEPENDS_ON_OFFSET else []
+        return func, torch.get_default_dtype(), *described, *offsets
 
     def _described(self, given: Any, tensors: list[Tensor]) -> Any:
         """Description of arguments, which can be compared and hashed. Appends their tensors.
@@ -104,7 +141,7 @@ class KnownResults(FakeTensorMode):
         dtype = tensor.dtype
         if tensor.layout is not torch.strided or dtype.is_complex:
             raise _NotDescribedError
-        return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, device
+        return tensor.shape, tensor.stride(), dtype, device
 
     def _learned(self, call: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Description of a result in a tuple of one; None if arguments do not determine it, or it has none.
@@ -116,7 +153,7 @@ class KnownResults(FakeTensorMode):
             return None
         tensors: list[Tensor] = []
         try:
-            if call[2:] != (self._described(args, tensors), self._described(kwargs, tensors)):
+            if call != self._call_described(func, args, kwargs, tensors):
                 return None  # it has changed a shape
             described = self._result_described(result, tensors)
             again = self._made(described, tensors)
@@ -134,10 +171,12 @@ class KnownResults(FakeTensorMode):
         for number, tensor in enumerate(tensors):
             if result is tensor:
                 return _Argument(number)
-        shape, stride, offset, dtype, device = self._tensor_described(result)
+        shape, stride, dtype, device = self._tensor_described(result)
         storage = result.untyped_storage()._cdata
         sharing = (number for number, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage)
-        return _Made(shape, stride, offset, dtype, device, viewed=next(sharing, None))
+        viewed = next(sharing, None)
+        offset = int(result.storage_offset()) - (0 if viewed is None else int(tensors[viewed].storage_offset()))
+        return _Made(shape, stride, offset, dtype, device, viewed)
 
     def _made(self, described: Any, tensors: Sequence[Tensor]) -> Any:
         """Results as they are described."""
@@ -153,8 +192,9 @@ class KnownResults(FakeTensorMode):
         if made.viewed is None:
             memory = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
         else:
+            viewed = tensors[made.viewed]
             memory = torch.empty(0, dtype=made.dtype, device="meta")
-            memory.set_(tensors[made.viewed].untyped_storage(), made.offset, made.shape, made.stride)
+            memory.set_(viewed.untyped_storage(), viewed.storage_offset() + made.offset, made.shape, made.stride)
         return FakeTensor(self, memory, made.device)
 
 

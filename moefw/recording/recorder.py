@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, final
 
 import torch
@@ -152,12 +153,13 @@ class Recorder(Mode):
         result = args[0] if is_fake_wait else func(*args, **kwargs)
         self._operators.add(func)
         if fake_mode() is self._fake:  # in another one, DTensor computes shapes
+            made_of = _MadeOf(self, (args, kwargs))
             for tensor in tensors_in(result):
                 if _has_memory(tensor):
-                    self._note_result(tensor, func, (args, kwargs))
+                    self._note_result(tensor, func, made_of)
         return result
 
-    def _note_result(self, tensor: Tensor, func: Any, arguments: Any) -> None:
+    def _note_result(self, tensor: Tensor, func: Any, made_of: _MadeOf) -> None:
         """Begin the lives of a result's storages that are not known, and note new sizes of those that are."""
         storages = _storages(tensor)
         if account().in_host_memory and not storages <= self._off_device:
@@ -170,18 +172,13 @@ class Recorder(Mode):
             if storage in self._lives:
                 self._note_size(storage)
             else:
-                self._lives[storage] = self._life_of_result(storage, tensor, func, arguments)
+                name = f"{func} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                self._lives[storage] = self._begin(storage, name, of_weights=made_of.weights)
 
     def _is_view_of_unknown(self, storages: set[Storage], func: Any) -> bool:
         """Whether a tensor is in memory that no operator returned: a backend allocated it, as gloo does."""
         is_view = getattr(func, "is_view", False) and func is not torch.ops.aten.lift_fresh.default
         return is_view and not any(storage in self._lives for storage in storages)
-
-    def _life_of_result(self, storage: Storage, tensor: Tensor, func: Any, arguments: Any) -> Life | None:
-        name = f"{func} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        sources = [life for life in self.of(tensors_in(arguments)) if life.nbytes > NUMBER]
-        of_weights = bool(sources) and all(life.of_weights or life.kind in WEIGHTS for life in sources)
-        return self._begin(storage, name, of_weights=of_weights)
 
     def _note_size(self, storage: Storage) -> None:
         """End the life of a known storage if it has another size now, and begin another one."""
@@ -232,6 +229,21 @@ class Recorder(Mode):
     def _note_policy_input(self, tensor: Tensor, place: Place) -> None:
         for life in self.of([tensor]):
             life.given_to = life.given_to or place
+
+
+@final
+class _MadeOf:
+    """The arguments of an operator, which may have thousands of results."""
+
+    def __init__(self, recorder: Recorder, arguments: Any) -> None:
+        self._recorder = recorder
+        self._arguments = arguments
+
+    @cached_property
+    def weights(self) -> bool:
+        """Whether results are computed from parameters alone."""
+        sources = [life for life in self._recorder.of(tensors_in(self._arguments)) if life.nbytes > NUMBER]
+        return bool(sources) and all(life.of_weights or life.kind in WEIGHTS for life in sources)
 
 
 def _has_memory(tensor: Tensor) -> bool:

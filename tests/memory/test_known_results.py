@@ -27,8 +27,10 @@ def results() -> Iterator[Any]:
         rows[1:, 2:].unsqueeze(0),
         rows.as_strided((2, 2), (8, 1), 3),
         x.as_strided((2, 2), (8, 1), 3),
+        rows.as_strided((2, 2), (8, 1)),
     )
-    yield from (x[:3].t(), x[3:].t())
+    yield from (x[:3].t(), x[3:].t(), rows[1:, 2:].flatten(), rows[2:, 4:].flatten(), x[:2] + 1, x[4:] + 1)
+    yield from (x[:2].view(torch.uint8), x[4:].view(torch.uint8))
     yield from (x + 1, x + y, y + 1, y * 1.0, x.bfloat16(), y.t() @ x.bfloat16(), x.sum(), x.sum(0, keepdim=True))
     yield from x.split([1, 2, 3])
     yield from rows.split([1, 3])
@@ -69,6 +71,17 @@ def test_results_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
         aten.topk,
         aten.slice,
     }
+
+
+def test_a_view_at_another_offset_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnownResults, "known", {})
+    with KnownResults() as mode:
+        x = torch.empty(6, 8)
+        _ = x[:2].t()
+        later = x[4:]
+        count = len(mode.known)
+        assert later.t().storage_offset() == 32
+        assert len(mode.known) == count
 
 
 def test_values_that_the_host_knows_are_not_forgotten() -> None:
