@@ -19,6 +19,7 @@ from moefw.compose.spec.structure import plain
 from moefw.core.errors import PlanError
 from moefw.planner import data_files
 from moefw.planner.data_files import SUFFIX, Figure
+from moefw.planner.time.likeness import Inputs
 from moefw.system.folders import cache_dir
 
 FOLDER: Final = Path(__file__).parent / "clusters"
@@ -183,9 +184,13 @@ class Links:
 
 @frozen(kw_only=True)
 class Checked:
-    """A step that was measured on the cluster, and what its figures predicted of it. ``layout``: in words."""
+    """A step that was measured on the cluster, and what its figures predicted of it.
+
+    ``layout``: in words. ``inputs``: what other steps are like or unlike in.
+    """
 
     layout: str
+    inputs: Inputs
     predicted_ms: float = field(validator=gt(0.0))
     measured_ms: Figure
 

@@ -189,9 +189,9 @@ def step_in_words(time: Forecast) -> list[str]:
         f"waits for the host {100 * time.told.waits_for_host_s / step:.1f} %",
     ]
     if time.bar.checked:
-        lines.append(f"that is the error of most of {time.bar.checked} small steps which were measured there")
+        lines.append(f"that is from the errors of {time.bar.checked} small steps which were measured there")
     if time.bar.extrapolated:
-        lines.append(f"extrapolated, as no published run is near in: {', '.join(time.bar.extrapolated)}")
+        lines.append(f"extrapolated, as {time.bar.nothing_near}: {', '.join(time.bar.extrapolated)}")
     return lines
 
 

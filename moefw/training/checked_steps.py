@@ -114,6 +114,7 @@ def _checked(cluster: Cluster, readings: Readings, by: str, check: Check) -> Che
     predicted = forecast(check.assembly, check.plan, cluster, THIS_MACHINE, Software())
     return Checked(
         layout=check.layout,
+        inputs=predicted.inputs,
         predicted_ms=float(f"{predicted.told.step_s / MILLI:.4g}"),
         measured_ms=figure_of(reading, by),
     )

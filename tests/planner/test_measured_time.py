@@ -37,6 +37,7 @@ from moefw.planner.sheets import step_in_words
 from moefw.planner.time.figures import figures
 from moefw.planner.time.forecast import Forecast, forecast, lacks
 from moefw.planner.time.least_squares import costs_of
+from moefw.planner.time.likeness import Inputs
 from moefw.planner.time.rates import MeasuredRates
 from moefw.planner.time.scale import Scale, fitted
 from moefw.planner.time.software import Software
@@ -198,12 +199,19 @@ def test_ranks_that_train_together_take_their_host_what_was_measured_of_such() -
 
 def test_an_error_bar_is_that_of_steps_that_were_checked_on_the_machine() -> None:
     measured = (10.0, 12.5, 8.0, 10.5, 20.0)  # of 10 ms each: errors of 0, 20, 25, 5 and 50 %
-    steps = tuple(Checked(layout="alone", predicted_ms=10.0, measured_ms=figure(taken)) for taken in measured)
-    checked = told(evolve(LAPTOP, checked=steps))
-    assert checked.told == told(LAPTOP).told
-    assert (checked.bar.percent, checked.bar.extrapolated, checked.bar.checked) == (pytest.approx(25.0), (), 5)
-    assert "that is the error of most of 5 small steps which were measured there" in step_in_words(checked)
     published = told(LAPTOP)
+
+    def told_with(inputs: Inputs) -> Forecast:
+        steps = (Checked(layout="a", inputs=inputs, predicted_ms=10.0, measured_ms=figure(taken)) for taken in measured)
+        return told(evolve(LAPTOP, checked=tuple(steps)))
+
+    like = told_with(evolve(published.inputs, cluster="this-machine"))
+    assert like.told == published.told
+    assert (like.bar.percent, like.bar.extrapolated, like.bar.checked) == (pytest.approx(25.0), (), 5)
+    assert "that is from the errors of 5 small steps which were measured there" in step_in_words(like)
+    unlike = told_with(evolve(published.inputs, hidden=2 * published.inputs.hidden))
+    assert (unlike.bar.percent, unlike.bar.extrapolated) == (pytest.approx(25.0 * 1.25), ("hidden",))
+    assert "extrapolated, as none of these steps is near in: hidden" in step_in_words(unlike)
     assert (published.bar.checked, published.to_data()["checked_steps"]) == (0, 0)
     assert "cluster" in published.bar.extrapolated
 

@@ -215,7 +215,7 @@ def forecast(
 def _bar(inputs: Inputs, cluster: Cluster) -> Bar:
     """Error bar: of the steps that were checked on the cluster, or of published rows."""
     if cluster.checked:
-        return likeness.bar_of_checked([each.error for each in cluster.checked])
+        return likeness.bar_of_checked(inputs, [(each.inputs, each.error) for each in cluster.checked])
     return likeness.bar(inputs, likeness.held_out())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 FILE: Final = Path(__file__).parent / "held_out.csv"
 """Published rows with the errors of predictions by numbers that were fitted without any row of their model."""
@@ -100,6 +100,11 @@ class Bar:
     extrapolated: tuple[str, ...]
     checked: int = 0
 
+    @property
+    def nothing_near(self) -> str:
+        """What is said of the extrapolated inputs, before their names."""
+        return "none of these steps is near in" if self.checked else "no published run is near in"
+
 
 def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
     """Error bar of a prediction: a quantile of rows' errors, of which those of like rows count most.
@@ -113,12 +118,15 @@ def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
     return Bar(max(LEAST, 100 * quantile) * (1 + FURTHER * len(far)), far)
 
 
-def bar_of_checked(errors: Sequence[float]) -> Bar:
-    """Error bar of a cluster on which steps were predicted and measured: a quantile of their errors, which are shares.
+def bar_of_checked(inputs: Inputs, errors: Sequence[tuple[Inputs, float]]) -> Bar:
+    """Error bar on a cluster where steps were predicted and measured: a quantile of their errors, which are shares.
 
-    It says how far the figures of the machine are right there, and nothing of layouts or sizes unlike those steps.
+    Inputs that no such step is near to widen it, as they do that of published rows.
     """
-    return Bar(100 * _quantile([abs(error) for error in errors], [1.0] * len(errors)), (), len(errors))
+    there = [evolve(checked, cluster=inputs.cluster) for checked, _ in errors]
+    far = extrapolated(inputs, there)
+    quantile = _quantile([abs(error) for _, error in errors], [1.0] * len(errors))
+    return Bar(100 * quantile * (1 + FURTHER * len(far)), far, len(errors))
 
 
 @frozen

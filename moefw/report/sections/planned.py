@@ -83,13 +83,14 @@ def _row(name: str, words: Callable[[float | None], str], planned: float | None,
 
 
 def _how_sure(planned: Forecast) -> str:
-    if planned.bar.checked:
-        of_steps = f"most of the {planned.bar.checked} small steps that were measured when it was calibrated"
-        return f"The planned time is right within {planned.bar.percent:.0f} % in {of_steps}."
-    sure = f"The planned time is right within {planned.bar.percent:.0f} % in four of five published runs like this one."
-    if not planned.bar.extrapolated:
+    bar = planned.bar
+    sure = f"The planned time is right within {bar.percent:.0f} % in four of five published runs like this one."
+    if bar.checked:
+        of_steps = f"{bar.checked} small steps that were measured when the machine was calibrated"
+        sure = f"The planned time is right within {bar.percent:.0f} %, by the errors of {of_steps}."
+    if not bar.extrapolated:
         return sure
-    return f"{sure} No published run is near in {several(planned.bar.extrapolated)}."
+    return f"{sure} {bar.nothing_near.capitalize()} {several(bar.extrapolated)}."
 
 
 def _forecast(run: Run) -> Forecast:
