@@ -170,6 +170,8 @@ def page(found: Mapping[str, Found], rows: Mapping[str, Row]) -> Iterator[str]:
     yield "|---" * len(head) + "|"
     for name, each in found.items():
         yield f"| {' | '.join(_cells(rows[name], each))} |"
+    if missing := [name for name in ROWS if name not in found]:
+        yield f"\nNot searched yet: {', '.join(missing)}."
     for name, each in found.items():
         yield ""
         yield from _section(rows[name], each)
