@@ -15,7 +15,6 @@ from attrs import frozen
 
 import goal
 import record
-from closed_form import stages_of
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
@@ -24,54 +23,19 @@ from moefw.core.site import Machine
 from moefw.planner import ledger
 from moefw.planner.time.forecast import forecast
 from moefw.planner.time.scale import fitted
-from published_rows import PRESETS, Predictor, Row, read
+from published_rows import Predictor, Row, read
+from tune import spec_of
 
 ROWS: Final = ("p144", "p002", "p107")
 """A model each on one stage, on stages without merged passes, and on merged ones with a layer that predicts a token."""
 GOAL: Final = 0.005
-PRECISIONS: Final[Mapping[str, Mapping[str, str]]] = {
-    "bf16": {"use": "bf16"},
-    "mxfp8": {"use": "mxfp8", "backend": "emulate"},
-    "fp8block": {"use": "fp8-blockwise", "backend": "emulate"},
-}
-UNITS: Final = {"embedding": "E", "dense": "t", "moe": "t", "mtp": "m", "head": "L"}
-"""Letters of Megatron's layouts."""
-
-
-def spec_of(row: Row) -> Mapping[str, Any]:
-    """Spec of a row, with its stages as the closed form has them."""
-    layout = row.layout
-    sizes = row.sizes
-    once = {"shard": "all", "zero": 1}
-    dense = {"tp": layout.tp, **once} if layout.tp > 1 else once
-    tree: dict[str, Any] = {
-        "model": {"preset": PRESETS[row["model"]], "mtp_layers": sizes.mtp},
-        "precision": PRECISIONS[row["precision"]],
-        "dispatch": {"use": row["dispatcher"], "backend": "torch"},
-        "parallel": {
-            "pp": layout.pp,
-            "dense": dense,
-            "experts": {"ep": layout.ep, **once},
-            "ranks_per_node": layout.node_gpus,
-        },
-        "train": {
-            "seq_len": row.number("seq_len"),
-            "micro_batch": row.number("micro_batch"),
-            "tokens_per_step": row.tokens,
-        },
-        "run": {"device": "cpu"},
-    }
-    if layout.pp > 1:
-        written = "|".join("".join(UNITS[unit] for unit in stage) for stage in stages_of(sizes, layout))
-        merged = bool(row.software.ep_overlap)
-        tree["pipeline"] = {"use": "interleaved", "chunks": layout.chunks, "merged": merged, "layout": written}
-    return tree
 
 
 def assembled(row: Row) -> Assembly:
     """Assembly of the spec of a row."""
+    tree = {**spec_of(row), "run": {"device": "cpu"}}
     machine = Machine(device="cpu")
-    return assemble_tree(spec_of(row), Marks("spec"), defaults=defaults(), world=row.layout.gpus, machine=machine)
+    return assemble_tree(tree, Marks("spec"), defaults=defaults(), world=row.layout.gpus, machine=machine)
 
 
 @frozen

@@ -24,8 +24,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from attrs import evolve
-
 import record
 from closed_form import node_of, stages_of
 from moefw.compose.spec.structure import plain
@@ -71,7 +69,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = {row["id"]: row for row in read()}
     for name in arguments.rows:
-        found = {**searched(rows[name], arguments.candidates), "commit": record.commit()}
+        with tempfile.TemporaryDirectory() as folder:
+            cache = os.environ.get("MOEFW_CACHE", folder)
+            found = {**searched(rows[name], arguments.candidates, cache), "commit": record.commit()}
         record.write("tune", {"rows": {**recorded(), name: found}})
     print("\n".join(page(recorded(), rows)))
 
@@ -83,16 +83,16 @@ def recorded() -> dict[str, Any]:
     return rows
 
 
-def searched(row: Row, candidates: int) -> dict[str, Any]:
-    """What a search around a row says, and the processor seconds that it took."""
+def searched(row: Row, candidates: int, cache: str) -> dict[str, Any]:
+    """What a search around a row says, and the processor seconds that it took. ``cache``: the folder of its cache."""
     with tempfile.TemporaryDirectory() as folder:
         spec, software = Path(folder) / "spec.yaml", Path(folder) / "software.yaml"
         spec.write_text(json.dumps(spec_of(row)), encoding="utf-8")
-        software.write_text(json.dumps(plain(evolve(row.software, ep_overlap=None))), encoding="utf-8")
+        software.write_text(json.dumps(plain(row.software)), encoding="utf-8")
         system = row["system"].lower().removeprefix("dgx-")
         command = [sys.executable, "-m", "moefw", "tune", str(spec), "--cluster", system, "--gpus", row["gpus"]]
         command += ["--candidates", str(candidates), "--as", str(software), "--json"]
-        environment = {"MOEFW_CACHE": str(Path(folder) / "cache"), **os.environ}
+        environment = {**os.environ, "MOEFW_CACHE": cache}
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -26,6 +26,7 @@ from moefw.planner.time.scale import Scale, fitted
 from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.step import Passes, Rehearsal, seconds_without, told
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
+from small_spec import small_spec
 
 H100 = cluster.read("h100")
 SCALE = Scale.of(fitted(), H100, figures())
@@ -181,3 +182,9 @@ def test_a_plan_says_what_to_try_and_takes_it() -> None:
     assert after["time"]["step_time_s"] < data["time"]["step_time_s"]
     assert all("train.graphs=step" not in trial["overrides"] for each in after["try"] for trial in each["trials"])
     assert "try" not in json.loads(say("plan", QUICKSTART, "--json").out)
+
+
+def test_a_plan_without_a_cluster_says_how_to_ask_for_time(tmp_path: Path) -> None:
+    asked = "--cluster NAME says how long a step takes and what to try."
+    assert asked in say("plan", small_spec(tmp_path)).out
+    assert asked not in say("plan", small_spec(tmp_path), "--cluster", "h100").out
