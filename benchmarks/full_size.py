@@ -27,7 +27,7 @@ from published_rows import Predictor, Row, read
 from tune import spec_of
 
 ROWS: Final = ("p144", "p002", "p107")
-"""A model each on one stage, on stages without merged passes, and on merged ones with a layer that predicts a token."""
+"""A model each: on one stage, on merged stages, and on merged ones with a layer that predicts a token."""
 GOAL: Final = 0.005
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import record
-from closed_form import node_of, stages_of
+from closed_form import stages_of
 from moefw.compose.spec.structure import plain
 from published_rows import PRESETS, RECOMPUTED, Row, read
 
@@ -126,7 +126,7 @@ def spec_of(row: Row) -> dict[str, Any]:
             "pp": layout.pp,
             "dense": {"tp": layout.tp, "cp": layout.cp, **sharded},
             "experts": {"ep": layout.ep, "etp": layout.expert_tp, **sharded},
-            "ranks_per_node": min(layout.gpus, node_of(row.cluster)),
+            "ranks_per_node": layout.node_gpus,
         },
         "pipeline": pipeline,
         "memory": [*policies_of(row)],
