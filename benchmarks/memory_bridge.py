@@ -19,7 +19,7 @@ import record
 from closed_form import Sizes
 from moefw.commands import specs
 from moefw.compose.assembly import Assembly
-from moefw.planner.measure import measure_at
+from moefw.planner.measurement.measure import measure_at
 from moefw.planner.report import Ledger
 from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
 

@@ -55,6 +55,6 @@ def check(spec: str, overrides: tuple[str, ...], world: int | None, deep: bool, 
 
 
 def _try_to_build(assembly: Assembly) -> str:
-    from moefw.planner.measure import try_to_build
+    from moefw.planner.measurement.measure import try_to_build
 
     return try_to_build(assembly)

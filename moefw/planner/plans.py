@@ -32,7 +32,7 @@ def ledger(assembly: Assembly, *, micro_batches: int | None = None, cache: Path 
 
 def _measured(assembly: Assembly, count: int) -> Ledger:
     with without_garbage_collection():
-        from moefw.planner.measure import measure
+        from moefw.planner.measurement.measure import measure
 
         return measure(assembly, count)
 

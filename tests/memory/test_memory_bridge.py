@@ -10,7 +10,7 @@ import memory_bridge
 from closed_form import Sizes
 from ledger_cases import assembly_of
 from memory_bridge import GIB, LAYERS_A_STAGE, MIDDLE
-from moefw.planner.measure import measure_at
+from moefw.planner.measurement.measure import measure_at
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory-bridge.md"
 TOKENS = 64

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fake_steps import fake_assembly
 from moefw.core.errors import ContractError, RunError
-from moefw.planner.measure import measure_at
+from moefw.planner.measurement.measure import measure_at
 from moefw.planner.report import Work
 from moefw.plugins.optimizers.muon import Muon
 from moefw.plugins.optimizers.muon.rule import Orthogonalized, orthogonalized

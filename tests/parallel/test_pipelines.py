@@ -27,11 +27,11 @@ from moefw.compose.registry import Registry
 from moefw.core.errors import PluginError
 from moefw.core.records import Action
 from moefw.core.stages import Batch
-from moefw.planner.layers import alike_positions
-from moefw.planner.measure import measure as measure_plan
-from moefw.planner.measure import measure_at
+from moefw.planner.measurement.layers import alike_positions
+from moefw.planner.measurement.measure import measure as measure_plan
+from moefw.planner.measurement.measure import measure_at
+from moefw.planner.measurement.stages_without_peers import SENT
 from moefw.planner.report import Held, Ledger, Peak
-from moefw.planner.stages_without_peers import SENT
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.runtime.naming import initialise
 from moefw.runtime.pipeline.player import Player
@@ -370,7 +370,9 @@ def test_the_plan_is_of_the_stage_that_needs_most(monkeypatch: pytest.MonkeyPatc
     assembly = fake_assembly(tree, 4)
     assert alike_positions(assembly, 4) == {0: [0], 1: [1, 2], 3: [3]}
     peaks = {0: 5, 1: 9, 3: 7}
-    monkeypatch.setattr("moefw.planner.measure._under_policies", lambda *given: _told(given[2], peaks[given[2]]))
+    monkeypatch.setattr(
+        "moefw.planner.measurement.measure._under_policies", lambda *given: _told(given[2], peaks[given[2]])
+    )
     assert measure_plan(assembly, 4).position == 1
 
 

@@ -9,9 +9,9 @@ from attrs import evolve
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ledger_cases import ATTENTION, BUDGET, MODEL, RUN, TRAIN, assembly_of, offload, recompute
-from moefw.planner.layers import alike_positions
-from moefw.planner.measure import measure, measure_at
-from moefw.planner.usage import Usage
+from moefw.planner.measurement.layers import alike_positions
+from moefw.planner.measurement.measure import measure, measure_at
+from moefw.planner.measurement.usage import Usage
 from moefw.recording.known_results import KnownResults
 from pairwise import quick
 

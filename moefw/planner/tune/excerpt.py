@@ -13,13 +13,13 @@ from torch import nn
 
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import MoefwError
-from moefw.planner.measure import recorded, stand_ins, with_held
-from moefw.planner.micro_batch import FP32, POOL, MicroBatch
-from moefw.planner.recorded_stage import RecordedStage
+from moefw.planner.measurement.measure import recorded, stand_ins, with_held
+from moefw.planner.measurement.micro_batch import FP32, POOL, MicroBatch
+from moefw.planner.measurement.recorded_stage import RecordedStage
+from moefw.planner.measurement.usage import Usage
 from moefw.planner.report import Ledger, OnHost, Transfer, Work
 from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, End, Excerpt, Share, Sides
 from moefw.planner.tune.peaks import PhaseBytes
-from moefw.planner.usage import Usage
 from moefw.recording.recorder import OPERANDS
 from moefw.runtime.parallel.holders import holdings
 from moefw.runtime.parallel.meshes import COPIES

@@ -1,6 +1,6 @@
 """The most bytes that a schedule holds at a position on pp, from what phases leave and need. Imports no torch.
 
-It plays the schedule as :class:`moefw.planner.usage.Usage` does, with stages that are made of measured phases.
+It plays the schedule as :class:`moefw.planner.measurement.usage.Usage` does, with stages made of measured phases.
 """
 
 from __future__ import annotations

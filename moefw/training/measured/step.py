@@ -20,8 +20,8 @@ from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError
 from moefw.core.records import PASSES, Action
 from moefw.core.stages import Batch
-from moefw.planner.micro_batch import as_trained
-from moefw.planner.operations import Operations
+from moefw.planner.measurement.micro_batch import as_trained
+from moefw.planner.measurement.operations import Operations
 from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.patches import fsdp_told

@@ -1,7 +1,7 @@
 """Forward and backward of one micro-batch of one rank, on tensors without memory, recorded.
 
-Of layers that are alike, three run (:mod:`moefw.planner.layers`), and FSDP does not run
-(:mod:`moefw.planner.gathering`).
+Of layers that are alike, three run (:mod:`moefw.planner.measurement.layers`), and FSDP does not run
+(:mod:`moefw.planner.measurement.gathering`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
 from moefw.core.records import Action, Pass, Stage
 from moefw.core.stages import Batch
-from moefw.planner.gathering import Gathering, Reduced, Unit
-from moefw.planner.layers import InPhases, RunLayer, run_layers
-from moefw.planner.operations import Operations
-from moefw.planner.recorded_stage import PlacedWgrads, RecordedStage
+from moefw.planner.measurement.gathering import Gathering, Reduced, Unit
+from moefw.planner.measurement.layers import InPhases, RunLayer, run_layers
+from moefw.planner.measurement.operations import Operations
+from moefw.planner.measurement.recorded_stage import PlacedWgrads, RecordedStage
+from moefw.planner.measurement.stages_without_peers import OwnStages, Unconnected
 from moefw.planner.report import Work
-from moefw.planner.stages_without_peers import OwnStages, Unconnected
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, PARAMETERS, Life, Recorder
 from moefw.runtime.compute.weights import TRAINING, shared_by_micro_batches

@@ -10,7 +10,7 @@ from attrs import define
 from torch import Tensor
 
 from moefw.core.records import Action, Stage
-from moefw.planner.operations import Operations
+from moefw.planner.measurement.operations import Operations
 from moefw.runtime.pipeline.link import Direction, Link, next_stage
 from moefw.runtime.pipeline.stage import ModelStage
 from moefw.runtime.pipeline.transfers import Receive, Step
@@ -32,7 +32,7 @@ class Unconnected:
     """Takes the place of :class:`moefw.runtime.pipeline.link.Link`, without peers.
 
     What is received is in its buffers at once, without values. What is sent is noted, not kept: the player holds one
-    micro-batch, and :mod:`moefw.planner.usage` adds the sends under way.
+    micro-batch, and :mod:`moefw.planner.measurement.usage` adds the sends under way.
     """
 
     def __init__(self, link: Link, own: Sequence[Stage], operations: Operations) -> None:

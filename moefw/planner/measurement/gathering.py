@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side, Zero
-from moefw.planner.operations import Operations
+from moefw.planner.measurement.operations import Operations
 from moefw.recording.recorder import GATHERED, GRADIENTS, PARAMETERS, Recorder
 from moefw.runtime.accounting import done_for_step, made_for_step
 from moefw.runtime.compute.coded_share import Sharing

@@ -13,7 +13,7 @@ from typing import final
 from torch import nn
 
 from moefw.core.contracts import Layout
-from moefw.planner.micro_batch import FP32, MicroBatch
+from moefw.planner.measurement.micro_batch import FP32, MicroBatch
 from moefw.runtime.parallel.gradients import SMALL, Family, Gradients
 
 

@@ -15,8 +15,8 @@ from typing import final
 from attrs import frozen
 
 from moefw.core.records import Action, Entry, Pair
-from moefw.planner.micro_batch import MicroBatch
-from moefw.planner.recorded_stage import RecordedStage
+from moefw.planner.measurement.micro_batch import MicroBatch
+from moefw.planner.measurement.recorded_stage import RecordedStage
 from moefw.planner.report import Peak
 from moefw.recording.recorder import GATHERED, GRADIENTS, Life
 from moefw.runtime.pipeline.merging import merged

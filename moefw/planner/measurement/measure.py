@@ -19,12 +19,12 @@ from moefw.core.contracts import Layout, Precision
 from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPolicyPlugin, Plugin, PrecisionPlugin
 from moefw.core.records import Pass
-from moefw.planner.gradient_sums import GradientSums
-from moefw.planner.layers import alike_positions
-from moefw.planner.micro_batch import BUFFERS, FP32, POOL, MicroBatch
-from moefw.planner.optimizer_states import measure_states
+from moefw.planner.measurement.gradient_sums import GradientSums
+from moefw.planner.measurement.layers import alike_positions
+from moefw.planner.measurement.micro_batch import BUFFERS, FP32, POOL, MicroBatch
+from moefw.planner.measurement.optimizer_states import measure_states
+from moefw.planner.measurement.usage import Usage
 from moefw.planner.report import Held, Ledger, Peak, Position, RegionTotals, model_flops
-from moefw.planner.usage import Usage
 from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.places import OUTSIDE, Place

@@ -15,7 +15,7 @@ from moefw.compose.build import Shared
 from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout, Named
 from moefw.core.records import Canonical, TrainedParameters
-from moefw.planner.micro_batch import MicroBatch
+from moefw.planner.measurement.micro_batch import MicroBatch
 from moefw.runtime.naming import by_parameter
 from moefw.runtime.parallel.boxes import whole_shape
 from moefw.runtime.parallel.holders import holdings

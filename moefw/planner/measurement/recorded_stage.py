@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from moefw.planner.layers import RunLayer
+from moefw.planner.measurement.layers import RunLayer
 from moefw.recording.places import Places
 from moefw.recording.recorder import Recorder
 from moefw.runtime.compute.wgrads import Wgrads
