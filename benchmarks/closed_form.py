@@ -276,12 +276,18 @@ class Rows:
         span = self.layout.expert_tp * (ep - 1)
         return (Transfer("all-to-all", "ep", ep, node, network, span=span),) * 2
 
-    def head(self) -> Iterator[Work]:
-        """Yield the work of the head, which computes the loss of the main model and of each mtp layer."""
+    def outside(self, *, has_head: bool) -> Iterator[Work]:
+        """Yield the work outside of layers: what goes to other stages, and the head.
+
+        The head computes the loss of the main model and of each mtp layer.
+        """
+        products = [*self._head()] if has_head else []
+        yield _work(None, 1, "outside", "forward", products[:1], self._send())
+        yield _work(None, 1, "outside", "backward", products[1:], self._send())
+
+    def _head(self) -> Iterator[Product]:
         sizes = self.sizes
-        products = [*self._linear(self.tokens * (1 + sizes.mtp), sizes.vocab // self.layout.tp, sizes.dim, "bfloat16")]
-        yield _work(None, 1, "outside", "forward", products[:1], ())
-        yield _work(None, 1, "outside", "backward", products[1:], ())
+        yield from self._linear(self.tokens * (1 + sizes.mtp), sizes.vocab // self.layout.tp, sizes.dim, "bfloat16")
 
     def positions(self) -> tuple[Position, ...]:
         """All positions on pp."""
@@ -306,13 +312,11 @@ class Rows:
             yield from self.layer(sizes.dense_layers, moe - mtp, is_dense=False)
         if mtp:
             yield from self.layer(sizes.layers, mtp, is_dense=False, is_mtp=True)
-        if "head" in held:
-            yield from self.head()
-        yield _work(None, 1, "outside", "forward", (), self._send())
+        yield from self.outside(has_head="head" in held)
         yield from self._ends(dense, moe, ends=("head" in held) + ("embedding" in held))
 
     def _send(self) -> tuple[Transfer, ...]:
-        """What a position sends in forward, of all its stages."""
+        """What a position sends in a pass, of all its stages."""
         layout = self.layout
         if layout.pp == 1:
             return ()
