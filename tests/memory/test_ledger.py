@@ -280,6 +280,7 @@ def _ledger_of(count: int) -> Ledger:
     row = {"kind": "moe", "region": "router", "layers": 2, "saved": 5}
     data = {
         "world": 1,
+        "ranks_per_node": 8,
         "stages": 1,
         "position": 0,
         "in_flight": 1,
