@@ -6,13 +6,16 @@ from typing import Any, Final
 
 import pytest
 from attrs import evolve
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ledger_cases import ATTENTION, BUDGET, MODEL, RUN, TRAIN, assembly_of, offload, recompute
 from moefw.planner.measurement.layers import alike_positions
 from moefw.planner.measurement.measure import measure, measure_at
 from moefw.planner.measurement.usage import Usage
 from moefw.recording.known_results import KnownResults
+from moefw.runtime import optimizer_states
+from moefw_kernels.random import stream
 from pairwise import quick
 
 DEEPER: Final = {**MODEL, "num_layers": 8}
@@ -74,3 +77,18 @@ def test_a_ledger_is_that_of_all_measurements(name: str, monkeypatch: pytest.Mon
     assert evolve(found, positions=(), flops_per_token=None) == at[found.position]
     assert [position.peak_bytes for position in found.positions] == [ledger.peak_bytes for ledger in at.values()]
     assert [position.work for position in found.positions] == [ledger.work for ledger in at.values()]
+
+
+def test_random_bits_of_an_optimizer_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def stream_noted(key: int, places: Tensor) -> Tensor:
+        bits = stream(key, places)
+        drawn.append(bits)
+        return bits
+
+    monkeypatch.setattr(optimizer_states, "stream", stream_noted)
+    tree = {"model": MODEL, "attention": ATTENTION, "precision": {"use": "bf16"}, "train": TRAIN, "run": RUN}
+    measure(assembly_of({**tree, "memory": [{"use": "optimizer-bf16"}]}, 1), MICRO_BATCHES)
+    assert drawn
+    assert all(isinstance(bits, FakeTensor) for bits in drawn)
