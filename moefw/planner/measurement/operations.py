@@ -9,7 +9,7 @@ groups or a budget are no rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, Final, TypeVar, final
@@ -99,10 +99,14 @@ class _Kernel:
 
 @frozen
 class _NotedInKernel:
-    """What operators do in the place of a kernel, of storages from outside by their numbers."""
+    """What operators do in the place of a kernel, as :class:`_Kernel` has it, of storages by their numbers.
+
+    Those that the operators are given come first, then those that they allocate.
+    """
 
     read: Mapping[int, int]
     written: Mapping[int, int]
+    made: frozenset[int]
     matrices: frozenset[int]
 
 
@@ -221,15 +225,18 @@ class Operations(Mode):
         self._end_other_kernel()
         whole = self._kernel_of(now)
         self._kernel = apart = _Kernel(now, whole.done)
+        before = len(self.recorder.lives)
         result = run()
         self._kernel = whole
         self._note_part(whole, apart.read, apart.written, apart.made, apart.matrices)
-        if not apart.read.keys() | apart.written.keys() <= {*outside}:
+        storages = [*outside, *self.recorder.lives[before:]]
+        if not apart.read.keys() | apart.written.keys() <= {*storages}:
             return result, None
         return result, _NotedInKernel(
-            read={outside.index(life): nbytes for life, nbytes in apart.read.items()},
-            written={outside.index(life): nbytes for life, nbytes in apart.written.items()},
-            matrices=frozenset(map(outside.index, apart.matrices)),
+            read={storages.index(life): nbytes for life, nbytes in apart.read.items()},
+            written={storages.index(life): nbytes for life, nbytes in apart.written.items()},
+            made=frozenset(map(storages.index, apart.made)),
+            matrices=frozenset(map(storages.index, apart.matrices)),
         )
 
     def note_again(self, noted: Any, outside: Sequence[Life], made: Sequence[Life]) -> None:
@@ -242,12 +249,13 @@ class Operations(Mode):
         if codes is not None:
             self._note_form(codes, made)
         elif now is not None:
+            storages = [*outside, *made]
             self._note_part(
                 self._kernel_of(now),
-                {outside[number]: nbytes for number, nbytes in noted.read.items()},
-                {outside[number]: nbytes for number, nbytes in noted.written.items()},
-                made,
-                (outside[number] for number in noted.matrices),
+                {storages[number]: nbytes for number, nbytes in noted.read.items()},
+                {storages[number]: nbytes for number, nbytes in noted.written.items()},
+                [storages[number] for number in noted.made],
+                [storages[number] for number in noted.matrices],
             )
 
     def _note_form(self, codes: Codes, made: Iterable[Life]) -> None:
@@ -289,8 +297,8 @@ class Operations(Mode):
         kernel: _Kernel,
         read: Mapping[Life, int],
         written: Mapping[Life, int],
-        made: Iterable[Life],
-        matrices: Iterable[Life],
+        made: Collection[Life],
+        matrices: Collection[Life],
     ) -> None:
         """Note what some of the operators in the place of a kernel did."""
         for life, nbytes in read.items():
