@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, final
 
 import torch
@@ -21,6 +22,8 @@ from moefw.recording.tensors import tensors_in
 
 INDICES: Final = (torch.int64, torch.int32, torch.bool)
 """Dtypes of tokens, experts, counts, places and masks. Tensors of other dtypes have no values."""
+_INDICES_HAVE_VALUES: Final = ContextVar("_INDICES_HAVE_VALUES", default=True)
+"""Whether indices that are made now have values."""
 
 
 @contextmanager
@@ -51,6 +54,20 @@ def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def indices_without_values() -> Iterator[None]:
+    """Make integers without values, too, in a world of fake tensors.
+
+    For an optimizer's step: its integers are bits to round with and codes of states, as many as a rank has parameters.
+    Nothing reads them, and computing them takes minutes and gigabytes for a large model.
+    """
+    token = _INDICES_HAVE_VALUES.set(False)
+    try:
+        yield
+    finally:
+        _INDICES_HAVE_VALUES.reset(token)
+
+
 @final
 class _RealIndices(Mode):
     """Dispatch mode that runs operators on indices alone with values, outside of the mode of fake tensors.
@@ -73,7 +90,7 @@ class _RealIndices(Mode):
         if not tensors:
             return self._created(func, args, kwargs)
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if all(tensor.dtype in INDICES for tensor in tensors):
+            if _INDICES_HAVE_VALUES.get() and all(tensor.dtype in INDICES for tensor in tensors):
                 return self._run_with_values(func, args, kwargs)
             return func(*args, **kwargs)
         # A constant has its value although it is fake: PyTorch reads it itself.
@@ -85,9 +102,9 @@ class _RealIndices(Mode):
         return func(*args, **kwargs)
 
     def _created(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Result of an operator without tensor inputs; indices have values."""
+        """Result of an operator without tensor inputs; indices have values if they are to."""
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dtype in INDICES:
+        if _INDICES_HAVE_VALUES.get() and isinstance(result, Tensor) and result.dtype in INDICES:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return result

@@ -62,7 +62,7 @@ class _Made:
     viewed: int | None
 
 
-class _NotDescribedError(Exception):
+class NotDescribedError(Exception):
     """An operator has arguments or results that shapes, dtypes and constants do not describe."""
 
 
@@ -88,7 +88,7 @@ class KnownResults(FakeTensorMode):
         try:
             call = self._call_described(func, args, kwargs, tensors)
             described = self.known[call]
-        except _NotDescribedError:
+        except NotDescribedError:
             return self._computed(func, types, args, kwargs)
         except KeyError:
             result = self._computed(func, types, args, kwargs)
@@ -108,39 +108,39 @@ class KnownResults(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _call_described(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Description of an operator and its arguments, as of :meth:`_described`."""
-        described = self._described(args, tensors), self._described(kwargs, tensors)
+        """Description of an operator and its arguments, as of :meth:`described`."""
+        described = self.described(args, tensors), self.described(kwargs, tensors)
         offsets = [tensor.storage_offset() for tensor in tensors] if func in _DEPENDS_ON_OFFSET else []
         return func, torch.get_default_dtype(), *described, *offsets
 
-    def _described(self, given: Any, tensors: list[Tensor]) -> Any:
+    def described(self, given: Any, tensors: list[Tensor]) -> Any:
         """Description of arguments, which can be compared and hashed. Appends their tensors.
 
-        Raises _NotDescribedError for what has none: tensors of other classes or modes, and those with values.
+        Raises NotDescribedError for what has none: tensors of other classes or modes, and those with values.
         """
         if isinstance(given, Tensor):
             tensors.append(given)
             return self._tensor_described(given)
         if isinstance(given, (tuple, list)):
-            return type(given), *[self._described(item, tensors) for item in given]
+            return type(given), *[self.described(item, tensors) for item in given]
         if isinstance(given, _CONSTANTS):
             return type(given), given
         if isinstance(given, Mapping):
-            return tuple((name, self._described(value, tensors)) for name, value in given.items())
-        raise _NotDescribedError
+            return tuple((name, self.described(value, tensors)) for name, value in given.items())
+        raise NotDescribedError
 
     def _tensor_described(self, tensor: Tensor) -> Any:
         if type(tensor) is FakeTensor:
             if tensor.fake_mode is not self or tensor.constant is not None:
-                raise _NotDescribedError
+                raise NotDescribedError
             device = tensor.fake_device
         elif type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
             device = tensor.device
         else:
-            raise _NotDescribedError
+            raise NotDescribedError
         dtype = tensor.dtype
         if tensor.layout is not torch.strided or dtype.is_complex:
-            raise _NotDescribedError
+            raise NotDescribedError
         return tensor.shape, tensor.stride(), dtype, device
 
     def _learned(self, call: Any, args: Any, kwargs: Any, result: Any) -> Any:
@@ -158,7 +158,7 @@ class KnownResults(FakeTensorMode):
             described = self._result_described(result, tensors)
             again = self._made(described, tensors)
             return (described,) if [*_sizes(result)] == [*_sizes(again)] else None
-        except _NotDescribedError:
+        except NotDescribedError:
             return None
 
     def _result_described(self, result: Any, tensors: Sequence[Tensor]) -> Any:
@@ -167,7 +167,7 @@ class KnownResults(FakeTensorMode):
         if type(result) in (tuple, list):
             return type(result)(self._result_described(item, tensors) for item in result)
         if type(result) is not FakeTensor:
-            raise _NotDescribedError
+            raise NotDescribedError
         for number, tensor in enumerate(tensors):
             if result is tensor:
                 return _Argument(number)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -39,6 +40,7 @@ NUMBER: Final = 8
 META: Final = torch.device("meta")
 DEVICE: Final = torch.ops.prim.device.default
 Storage = torch.UntypedStorage
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +65,34 @@ class Life:
     def alive(self, moment: int) -> bool:
         """Whether the storage is in use at ``moment``."""
         return self.began <= moment < self.ended
+
+    @property
+    def is_copy_of_weights(self) -> bool:
+        """Whether it holds parameters, or was computed from them alone."""
+        return self.of_weights or self.kind in WEIGHTS
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it has room for a single number at most."""
+        return self.nbytes <= NUMBER
+
+
+@frozen
+class Allocation:
+    """A storage as an operator allocates it, wherever that is: see :class:`Life`."""
+
+    nbytes: int
+    tensor: str
+    of_weights: bool
+
+
+@frozen(kw_only=True, eq=False)
+class Recorded:
+    """What some operators did. ``changes``: the number of a life that begins, or ``~number`` of one that ends."""
+
+    lives: Sequence[Life]
+    changes: Sequence[int]
+    operators: frozenset[Any]
 
 
 @final
@@ -107,6 +137,52 @@ class Recorder(Mode):
             life = self._lives.get(storage)
             if life is not None:
                 yield life
+
+    def life_of(self, tensor: Tensor) -> Life | None:
+        """Storage of a tensor; None if no operator returned it, or it has no bytes."""
+        life: Life | None = self._lives.get(tensor.untyped_storage())
+        return life
+
+    def recorded_apart(self, run: Callable[[], T]) -> tuple[T, Recorded | None]:
+        """Result of a function that is recorded as usual, and what was recorded.
+
+        None: it has changed storages that it did not allocate.
+        """
+        first = len(self.lives)
+        before = self.now
+        operators_before = self._operators
+        self._operators = set()
+        try:
+            result = run()
+            operators = frozenset(self._operators)
+        finally:
+            self._operators |= operators_before
+        lives = self.lives[first:]
+        moments = {life.began: number for number, life in enumerate(lives)}
+        moments |= {life.ended: ~number for number, life in enumerate(lives) if life.ended <= self.now}
+        if len(moments) < self.now - before:
+            return result, None
+        changes = [moments[moment] for moment in sorted(moments)]
+        return result, Recorded(lives=lives, changes=changes, operators=operators)
+
+    def record_again(
+        self, allocations: Sequence[Allocation], changes: Sequence[int], operators: Set[Any]
+    ) -> Sequence[Life]:
+        """Lives of storages that begin and end as others did. ``changes``, ``operators``: as of :class:`Recorded`."""
+        self._operators |= operators
+        lives: dict[int, Life] = {}
+        for change in changes:
+            if change < 0:
+                self._end(lives[~change])
+                continue
+            allocation = allocations[change]
+            lives[change] = self._begin(allocation.nbytes, allocation.tensor, of_weights=allocation.of_weights)
+        return [lives[number] for number in range(len(allocations))]
+
+    def attach(self, storage: Storage, life: Life) -> None:
+        """Let a life that has begun end with a storage."""
+        self._lives[storage] = life
+        weakref.finalize(storage, self._end, life).atexit = False
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Label the storages of tensors."""
@@ -173,7 +249,7 @@ class Recorder(Mode):
                 self._note_size(storage)
             else:
                 name = f"{func} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-                self._lives[storage] = self._begin(storage, name, of_weights=made_of.weights)
+                self._begin_with(storage, name, of_weights=made_of.weights)
 
     def _is_view_of_unknown(self, storages: set[Storage], func: Any) -> bool:
         """Whether a tensor is in memory that no operator returned: a backend allocated it, as gloo does."""
@@ -190,13 +266,17 @@ class Recorder(Mode):
             return
         if life is not None:
             self._end(life)
-        self._lives[storage] = self._begin(storage, "resize", of_weights=False)
+        self._begin_with(storage, "resize", of_weights=False)
 
-    def _begin(self, storage: Storage, name: str, *, of_weights: bool) -> Life | None:
-        """Begin the life of a storage. Return None if it has no bytes."""
-        nbytes = storage.nbytes()
-        if not nbytes:
-            return None
+    def _begin_with(self, storage: Storage, name: str, *, of_weights: bool) -> None:
+        """Begin the life of a storage, if it has bytes."""
+        if storage.nbytes():
+            self.attach(storage, self._begin(storage.nbytes(), name, of_weights=of_weights))
+        else:
+            self._lives[storage] = None
+
+    def _begin(self, nbytes: int, name: str, *, of_weights: bool) -> Life:
+        """A life that begins now."""
         self.now += 1
         life = Life(
             nbytes=nbytes,
@@ -207,7 +287,6 @@ class Recorder(Mode):
             kind=OPERANDS if account().made_for_step else None,
         )
         self.lives.append(life)
-        weakref.finalize(storage, self._end, life).atexit = False
         self._in_use += nbytes
         if self._in_use > self.peak_bytes:
             self.peak_bytes = self._in_use
@@ -242,8 +321,8 @@ class _MadeOf:
     @cached_property
     def weights(self) -> bool:
         """Whether results are computed from parameters alone."""
-        sources = [life for life in self._recorder.of(tensors_in(self._arguments)) if life.nbytes > NUMBER]
-        return bool(sources) and all(life.of_weights or life.kind in WEIGHTS for life in sources)
+        sources = [life for life in self._recorder.of(tensors_in(self._arguments)) if not life.is_number]
+        return bool(sources) and all(life.is_copy_of_weights for life in sources)
 
 
 def _has_memory(tensor: Tensor) -> bool:

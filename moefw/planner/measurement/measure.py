@@ -27,6 +27,7 @@ from moefw.planner.measurement.usage import Usage
 from moefw.planner.report import Held, Ledger, Peak, Position, RegionTotals, model_flops
 from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
+from moefw.recording.known_functions import functions_known
 from moefw.recording.places import OUTSIDE, Place
 from moefw.recording.recorder import GATHERED, Recorder
 from moefw.runtime.compute.coded_share import Sharing
@@ -216,6 +217,7 @@ def recorded(
         layout = open_layout(assembly, "cpu")
         batch = MicroBatch(assembly, layout, shared, recorder, count=count, gradients=gradients, by_phase=by_phase)
         stack.enter_context(batch.weights_shared(passes))
+        stack.enter_context(functions_known(recorder, batch.operations))
         yield batch, layout, shared
 
 

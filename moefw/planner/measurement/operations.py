@@ -9,10 +9,10 @@ groups or a budget are no rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,16 @@ from moefw.core.contracts import Layout
 from moefw.core.stages import ExpertBatch
 from moefw.planner.report import AGAIN, OnHost, Product, Transfer, Work
 from moefw.recording.collectives import WAIT, collective_of
-from moefw.recording.patches import Mode, fake_mode, holds_dtensor
+from moefw.recording.patches import Mode, fake_mode, holds_dtensor, is_active
 from moefw.recording.places import Place
-from moefw.recording.recorder import DEVICE, WEIGHTS, Life, Recorder
+from moefw.recording.recorder import DEVICE, Life, Recorder
 from moefw.recording.tensors import tensors_in
 from moefw.runtime.accounting import Codes, Core, account
 from moefw.runtime.parallel.holders import STAGE
 from moefw.runtime.parallel.meshes import COPIES
 from moefw_kernels.in_place import Launch, launch
 
+T = TypeVar("T")
 aten = torch.ops.aten
 _FIRST_FACTOR: Final[Mapping[Any, int]] = {
     **dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm, aten._scaled_mm, aten._scaled_grouped_mm), 0),
@@ -92,8 +93,21 @@ class _Kernel:
     read: dict[Life, int] = Factory(dict)
     written: dict[Life, int] = Factory(dict)
     made: set[Life] = Factory(set)
-    of_weights: bool = True
-    """Whether all matrices that they read were computed from weights."""
+    matrices: set[Life] = Factory(set)
+    """Storages from outside of all but numbers that they read."""
+
+
+@frozen
+class _NotedInKernel:
+    """What operators do in the place of a kernel, as :class:`_Kernel` has it, of storages by their numbers.
+
+    Those that the operators are given come first, then those that they allocate.
+    """
+
+    read: Mapping[int, int]
+    written: Mapping[int, int]
+    made: frozenset[int]
+    matrices: frozenset[int]
 
 
 @final
@@ -138,14 +152,13 @@ class Operations(Mode):
         result = func(*args, **kwargs)
         if func.is_view or func.namespace == "prim" or fake_mode() is not self._fake:
             return result  # in another fake mode, DTensor computes shapes
-        now = launch()
-        if self._kernel is not None and self._kernel.launch is not now:
-            self._end_kernel(self._kernel)
+        self._end_other_kernel()
         codes = account().stands_for
+        now = launch()
         if codes is not None:
-            self._note_form(codes, result)
+            self._note_form(codes, self.recorder.of(tensors_in(result)))
         elif now is not None:
-            self._note_in_kernel(now, func, args, kwargs, result)
+            self._note_in_kernel(self._kernel_of(now), func, args, kwargs, result)
         else:
             self._note(func, args, kwargs, result)
         return result
@@ -193,37 +206,115 @@ class Operations(Mode):
         done = self._done_here()
         done.on_host = done.on_host.plus(on_host)
 
-    def _note_form(self, codes: Codes, result: Any) -> None:
-        """Note a tensor that is another form of codes."""
+    def circumstances(self) -> Hashable | None:
+        """What decides how operators are noted here; None: each for itself."""
+        if not is_active(self):
+            return "not noted"
+        if account().stands_for is not None:
+            return "another form of codes"
+        return None if launch() is None else "in a kernel"
+
+    def noted_apart(self, run: Callable[[], T], outside: Sequence[Life | None]) -> tuple[T, Any]:
+        """Result of a function whose operators are noted as usual, and what was noted; None: it is not known.
+
+        ``outside``: the storages that it is given. It runs where there are circumstances.
+        """
+        now = launch()
+        if not is_active(self) or account().stands_for is not None or now is None:
+            return run(), ()
+        self._end_other_kernel()
+        whole = self._kernel_of(now)
+        self._kernel = apart = _Kernel(now, whole.done)
+        before = len(self.recorder.lives)
+        result = run()
+        self._kernel = whole
+        self._note_part(whole, apart.read, apart.written, apart.made, apart.matrices)
+        storages = [*outside, *self.recorder.lives[before:]]
+        if not apart.read.keys() | apart.written.keys() <= {*storages}:
+            return result, None
+        return result, _NotedInKernel(
+            read={storages.index(life): nbytes for life, nbytes in apart.read.items()},
+            written={storages.index(life): nbytes for life, nbytes in apart.written.items()},
+            made=frozenset(map(storages.index, apart.made)),
+            matrices=frozenset(map(storages.index, apart.matrices)),
+        )
+
+    def note_again(self, noted: Any, outside: Sequence[Life], made: Sequence[Life]) -> None:
+        """Note what :meth:`noted_apart` did, of other storages. ``made``: those that the function allocates."""
+        if not is_active(self):
+            return
+        self._end_other_kernel()
+        codes = account().stands_for
+        now = launch()
+        if codes is not None:
+            self._note_form(codes, made)
+        elif now is not None:
+            storages = [*outside, *made]
+            self._note_part(
+                self._kernel_of(now),
+                {storages[number]: nbytes for number, nbytes in noted.read.items()},
+                {storages[number]: nbytes for number, nbytes in noted.written.items()},
+                [storages[number] for number in noted.made],
+                [storages[number] for number in noted.matrices],
+            )
+
+    def _note_form(self, codes: Codes, made: Iterable[Life]) -> None:
+        """Note storages of a tensor that is another form of codes."""
         of_weights = self._is_of_weights(codes.tensor)
-        for life in self.recorder.of(tensors_in(result)):
+        for life in made:
             self._codes[life] = codes.dtype
             if of_weights:
                 self._of_weights.add(life)
 
-    def _note_in_kernel(self, now: Launch, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note an operator that runs in the place of a kernel."""
+    def _kernel_of(self, now: Launch) -> _Kernel:
+        """Kernel of a launch, in whose place operators run now."""
         if self._kernel is None:
             self._kernel = _Kernel(now, self._done_here())
-        kernel = self._kernel
+        return self._kernel
+
+    def _end_other_kernel(self) -> None:
+        """Count the kernel in whose place operators ran last, if they no longer do."""
+        if self._kernel is not None and self._kernel.launch is not launch():
+            self._end_kernel(self._kernel)
+
+    def _note_in_kernel(self, kernel: _Kernel, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note an operator that runs in the place of a kernel."""
         for tensor in tensors_in((args, kwargs)):
             for life in self.recorder.of([tensor]):
                 if life in kernel.made:
                     continue
                 kernel.read[life] = max(_nbytes(tensor), kernel.read.get(life, 0))
                 if tensor.dim():  # constants are scalars
-                    kernel.of_weights &= self._is_of_weights(tensor)
+                    kernel.matrices.add(life)
         for tensor in _changed(func, args, kwargs):
             for life in self.recorder.of([tensor]):
                 if life not in kernel.made:
                     kernel.written[life] = max(_nbytes(tensor), kernel.written.get(life, 0))
         kernel.made.update(life for life in self.recorder.of(tensors_in(result)) if life not in kernel.read)
 
+    def _note_part(
+        self,
+        kernel: _Kernel,
+        read: Mapping[Life, int],
+        written: Mapping[Life, int],
+        made: Collection[Life],
+        matrices: Collection[Life],
+    ) -> None:
+        """Note what some of the operators in the place of a kernel did."""
+        for life, nbytes in read.items():
+            if life not in kernel.made:
+                kernel.read[life] = max(nbytes, kernel.read.get(life, 0))
+        for life, nbytes in written.items():
+            if life not in kernel.made:
+                kernel.written[life] = max(nbytes, kernel.written.get(life, 0))
+        kernel.matrices.update(life for life in matrices if life not in kernel.made)
+        kernel.made.update(made)
+
     def _end_kernel(self, kernel: _Kernel) -> None:
         """Count the operators that ran in the place of a kernel as one."""
         self._kernel = None
         left = [life for life in kernel.made if life.alive(self.recorder.now)]
-        if kernel.of_weights and kernel.read:
+        if kernel.read and all(map(self._life_is_of_weights, kernel.matrices)):
             self._of_weights.update(left)
         kernel.done.operators += 1
         kernel.done.nbytes += sum(kernel.read.values()) + sum(kernel.written.values())
@@ -307,8 +398,10 @@ class Operations(Mode):
 
     def _is_of_weights(self, tensor: Tensor) -> bool:
         """Whether a tensor was computed from weights alone, or stands for codes that were."""
-        lives = self.recorder.of([tensor])
-        return any(life.of_weights or life.kind in WEIGHTS or life in self._of_weights for life in lives)
+        return any(map(self._life_is_of_weights, self.recorder.of([tensor])))
+
+    def _life_is_of_weights(self, life: Life) -> bool:
+        return life.is_copy_of_weights or life in self._of_weights
 
     def _dtype(self, operand: Tensor) -> torch.dtype:
         """Dtype of an operand, or of the codes that it stands for."""

@@ -16,6 +16,7 @@ from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout, Named
 from moefw.core.records import Canonical, TrainedParameters
 from moefw.planner.measurement.micro_batch import MicroBatch
+from moefw.recording.fake_tensors import indices_without_values
 from moefw.runtime.naming import by_parameter
 from moefw.runtime.parallel.boxes import whole_shape
 from moefw.runtime.parallel.holders import holdings
@@ -78,7 +79,7 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
             )
         for parameter in copies:
             parameter.grad = torch.zeros_like(parameter)
-        with nullcontext() if plugin.rule() is None else batch.operations:
+        with indices_without_values(), nullcontext() if plugin.rule() is None else batch.operations:
             optimizer.step()
     passing = _most_temporary(batch, before)
     elements = sum(copy_count * parameter.numel() for parameter, copy_count in copies.items())
@@ -92,7 +93,8 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
         if gradients and assembly.spec.train.clip_norm is not None:
             torch._foreach_mul_(gradients, 1.0)
         if plugin.rule() is None:
-            optimizer.step()
+            with indices_without_values():
+                optimizer.step()
     device_bytes = 0
     host_bytes = 0
     for parameter, copy_count in copies.items():
