@@ -20,8 +20,10 @@ from moefw.models.huggingface.families import sections_of
 from moefw.models.presets import preset_sections
 from moefw.planner.cluster import Cluster
 from moefw.planner.report import AGAIN, OnHost, Position, Product, Transfer, Work, model_flops
+from moefw.planner.time.nodes import Nodes
 
 BF16: Final = 2
+FP32: Final = 4
 OPTIMIZER_BYTES: Final = 30
 """Bytes that an update reads and writes for each element: gradient, master and two moments in fp32, weight in bf16."""
 STATES_BYTES: Final = 12
@@ -271,14 +273,21 @@ class Rows:
         nbytes = self.stream * self.sizes.top_k * self.sizes.dim * BF16
         inside = max(1, min(ep, self.layout.node_gpus // self.layout.expert_tp))
         node, network = nbytes * (inside - 1) // ep, nbytes * (ep - inside) // ep
-        return (Transfer("all-to-all", "ep", ep, node, network),) * 2
+        span = self.layout.expert_tp * (ep - 1)
+        return (Transfer("all-to-all", "ep", ep, node, network, span=span),) * 2
 
-    def head(self) -> Iterator[Work]:
-        """Yield the work of the head, which computes the loss of the main model and of each mtp layer."""
+    def outside(self, *, has_head: bool) -> Iterator[Work]:
+        """Yield the work outside of layers: what goes to other stages, and the head.
+
+        The head computes the loss of the main model and of each mtp layer.
+        """
+        products = [*self._head()] if has_head else []
+        yield _work(None, 1, "outside", "forward", products[:1], self._send())
+        yield _work(None, 1, "outside", "backward", products[1:], self._send())
+
+    def _head(self) -> Iterator[Product]:
         sizes = self.sizes
-        products = [*self._linear(self.tokens * (1 + sizes.mtp), sizes.vocab // self.layout.tp, sizes.dim, "bfloat16")]
-        yield _work(None, 1, "outside", "forward", products[:1], ())
-        yield _work(None, 1, "outside", "backward", products[1:], ())
+        yield from self._linear(self.tokens * (1 + sizes.mtp), sizes.vocab // self.layout.tp, sizes.dim, "bfloat16")
 
     def positions(self) -> tuple[Position, ...]:
         """All positions on pp."""
@@ -303,24 +312,29 @@ class Rows:
             yield from self.layer(sizes.dense_layers, moe - mtp, is_dense=False)
         if mtp:
             yield from self.layer(sizes.layers, mtp, is_dense=False, is_mtp=True)
-        if "head" in held:
-            yield from self.head()
-        yield _work(None, 1, "outside", "forward", (), self._send())
+        yield from self.outside(has_head="head" in held)
         yield from self._ends(dense, moe, ends=("head" in held) + ("embedding" in held))
 
     def _send(self) -> tuple[Transfer, ...]:
-        """What a position sends in forward, of all its stages."""
+        """What a position sends in a pass, of all its stages."""
         layout = self.layout
         if layout.pp == 1:
             return ()
         nbytes = self.stream * self.sizes.dim * BF16
         between = layout.gpus // layout.pp
-        is_inside = between * layout.pp <= layout.node_gpus
-        send = Transfer("send", "pp", layout.pp, nbytes if is_inside else 0, 0 if is_inside else nbytes)
+        is_inside = between < layout.node_gpus
+        send = Transfer(
+            kind="send",
+            group="pp",
+            ranks=layout.pp,
+            node=nbytes if is_inside else 0,
+            network=0 if is_inside else nbytes,
+            span=between * (layout.pp - 1),
+        )
         return (send,) * layout.chunks
 
     def _ends(self, dense: int, moe: int, *, ends: int) -> Iterator[Work]:
-        """Yield the sums of gradients, the gathers of weights, the update and the operands of weights of a step."""
+        """Yield the sums of gradients, the gathers of weights and the update of a step."""
         sizes = self.sizes
         layout = self.layout
         plain = (dense + moe) * sizes.attention_weights
@@ -337,23 +351,19 @@ class Rows:
         states = round(STATES_BYTES * updated) if self.states_on_host else 0
         update = _work(None, 1, "outside", "optimizer", (), (), nbytes=round(OPTIMIZER_BYTES * updated))
         yield evolve(update, on_host=OnHost(out=states, back=states))
-        if self.dtype != "bfloat16":
-            yield _work(None, 1, "outside", "once", (), (), nbytes=4 * (plain + experts))
 
     def _sum(self, elements: int, ranks: int, stride: int) -> Iterator[Transfer]:
-        """Yield a sum of gradients, whose parts stay on ranks, and a gather of the updated weights, both in bf16.
+        """Yield a sum of gradients in fp32, whose parts stay on ranks, and a gather of the updated weights in bf16.
 
-        Ranks are ``stride`` apart. Rings go through a node's GPUs first, so each sends its part of what leaves a node.
+        Ranks are ``stride`` apart. Those are the formats of plans; the software says which are its own.
         """
         if ranks == 1:
             return
         inside = max(1, min(ranks, self.layout.node_gpus // stride))
-        nbytes = elements * BF16
-        node = nbytes * (inside - 1) // inside
-        nodes = ranks / inside
-        network = round(nbytes / inside * (nodes - 1) / nodes)
-        for kind in ("reduce-scatter", "all-gather"):
-            yield Transfer(kind, "dp", ranks, node, network)
+        span = stride * (ranks - 1)
+        for kind, itemsize in (("reduce-scatter", FP32), ("all-gather", BF16)):
+            to_each = elements * itemsize // ranks
+            yield Transfer(kind, "dp", ranks, to_each * (inside - 1), to_each * (ranks - inside), span=span)
 
 
 def stages_of(sizes: Sizes, layout: Layout) -> list[list[str]]:
@@ -403,6 +413,4 @@ def _work(
 
 def node_of(cluster: Cluster) -> int:
     """GPUs of a node of a cluster that layouts use: a power of two."""
-    gpus = cluster.links.node.gpus
-    whole = 2**20 if gpus is None else round(gpus.value)
-    return 1 << (whole.bit_length() - 1)
+    return Nodes.of(cluster, 1).real

@@ -16,6 +16,7 @@ from moefw.planner import cluster as clusters
 from moefw.planner.cluster import Cluster
 from moefw.planner.time.costs import Costs, Shapes
 from moefw.planner.time.figures import figures
+from moefw.planner.time.nodes import Nodes
 from moefw.planner.time.scale import Fitted, Scale
 from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.software import Implementation, Region, Software, implementation
@@ -234,8 +235,8 @@ class Row:
         runs = implementation(software.implementation)
         if not self.has_groups:
             runs = without_groups(runs)
-        costs = Costs(self.cluster, runs, software, self.shapes, figures())
         layout = self.layout
+        costs = Costs(self.cluster, runs, software, self.shapes, figures(), Nodes.of(self.cluster, layout.node_gpus))
         count = max(1, self.number("global_batch") // (layout.dp * self.number("micro_batch")))
         return rehearse(
             self.work.positions(),

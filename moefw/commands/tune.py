@@ -29,6 +29,7 @@ from moefw.planner.sheets import GIB
 from moefw.planner.time import software
 from moefw.planner.time.forecast import Forecast
 from moefw.planner.time.likeness import error_of_ratio, held_out
+from moefw.planner.time.nodes import node_gpus, power_of_two
 from moefw.planner.tune.candidates import Candidate
 from moefw.planner.tune.excerpts import Excerpts
 from moefw.planner.tune.ranking import tied
@@ -133,11 +134,9 @@ def _where(cluster: str, runs: software.Software, skew: float) -> Where:
 
 def _nodes(own: Assembly, where: Where) -> Settings:
     """Ranks of a node, a power of two as layouts are, where the spec leaves them to the launcher."""
-    node = where.cluster.links.node
-    if own.site.ranks_per_node is not None or node is None:
+    if own.site.ranks_per_node is not None or where.cluster.links.node is None:
         return {}
-    ranks = own.layout.world if node.gpus is None else min(own.layout.world, round(node.gpus.value))
-    return {RANKS_PER_NODE: 1 << (ranks.bit_length() - 1)}
+    return {RANKS_PER_NODE: power_of_two(min(own.layout.world, node_gpus(where.cluster)))}
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from attrs import asdict, fields, frozen
+from attrs import asdict, evolve, field, fields, frozen
 
 COLUMNS: Final = ("without_policies", "saved", "offloaded", "stashed")
 AGAIN: Final = "again"
@@ -102,7 +102,8 @@ class Transfer:
     """``times`` collectives of one kind over a group of ``ranks``, and what this rank sends in each, in bytes.
 
     ``group``: its axes. ``node`` and ``network``: inside the node and between nodes, counted as in
-    :mod:`moefw.testing.counting`.
+    :mod:`moefw.testing.counting`. ``span``: from the first rank of the group to the last; by default all between them
+    are in it, too.
     """
 
     kind: str
@@ -111,6 +112,15 @@ class Transfer:
     node: int
     network: int
     times: int = 1
+    span: int = field()
+
+    @span.default
+    def _of_neighbours(self) -> int:
+        return self.ranks - 1
+
+    def larger(self, times: float) -> Transfer:
+        """This with so many times the bytes."""
+        return evolve(self, node=round(times * self.node), network=round(times * self.network))
 
 
 @frozen(kw_only=True)
@@ -183,6 +193,7 @@ class Position:
 class Ledger:
     """The memory of one rank in bytes, and its work. All ranks of a pipeline's stage are alike.
 
+    ``ranks_per_node``: of the nodes by which transfers are counted; None: all ranks are in one.
     ``stages`` and ``position``: the size of pp, and the rank's position on it, one that needs most memory.
     ``in_flight``: the most forwards of stages whose backward has not run; regions are of one micro-batch.
     ``pools``: bytes that policies keep from step to step. ``peak`` is None if a part cannot run on this machine;
@@ -195,6 +206,7 @@ class Ledger:
     micro_batches: int
     tokens: int
     held: Held
+    ranks_per_node: int | None = None
     stages: int = 1
     position: int = 0
     in_flight: int = 1

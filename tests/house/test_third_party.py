@@ -105,7 +105,8 @@ def test_the_groups_of_two_hops_are_planned_at_1024_ranks() -> None:
     )
     rows = 64 * MODEL["dim"] * 4
     sent = in_all(found.work, "transfers")
-    wanted = [Transfer("all-to-all", "8 ranks", 8, 0, 7 * rows), Transfer("all-to-all", "8 ranks", 8, 7 * 8 * rows, 0)]
+    between_nodes = Transfer("all-to-all", "8 ranks", 8, 0, 7 * rows, span=7 * 8)
+    wanted = [between_nodes, Transfer("all-to-all", "8 ranks", 8, 7 * 8 * rows, 0)]
     for phase in ("forward", "backward"):
         assert [sent[phase, transfer] for transfer in wanted] == [2 * MODEL["num_layers"]] * 2
 

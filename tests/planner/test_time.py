@@ -24,10 +24,12 @@ from moefw.core.site import Machine
 from moefw.planner import Ledger, cluster, ledger
 from moefw.planner.cluster import Cluster, HostLink, Links
 from moefw.planner.data_files import Figure
+from moefw.planner.report import Transfer, Work
 from moefw.planner.time import likeness, software
-from moefw.planner.time.costs import Costs, Shapes, distinct, places_of_token
+from moefw.planner.time.costs import Costs, Shapes, distinct, places_of_token, quantized_weights
 from moefw.planner.time.figures import figures
 from moefw.planner.time.forecast import forecast, lacks
+from moefw.planner.time.nodes import Nodes
 from moefw.planner.time.scale import GLOBAL, Scale, fitted
 from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.software import Software
@@ -163,9 +165,7 @@ MODEL = Rows(
 )
 
 
-def rehearsed(
-    on: Cluster, runs: Software | None = None, model: Rows = MODEL, micro_batches: int = 16, skew: float = 1.0
-) -> Rehearsal:
+def costs_on(on: Cluster, runs: Software, model: Rows = MODEL, skew: float = 1.0) -> Costs:
     sizes = model.sizes
     shapes = Shapes(
         tokens=model.stream,
@@ -176,12 +176,18 @@ def rehearsed(
         dispatcher=model.dispatcher,
         skew=skew,
     )
+    nodes = Nodes.of(on, model.layout.node_gpus)
+    return Costs(on, software.implementation(runs.implementation), runs, shapes, figures(), nodes)
+
+
+def rehearsed(
+    on: Cluster, runs: Software | None = None, model: Rows = MODEL, micro_batches: int = 16, skew: float = 1.0
+) -> Rehearsal:
     runs = runs or Software(implementation="megatron", graphs="none", ep_overlap=False)
-    costs = Costs(on, software.implementation(runs.implementation), runs, shapes, figures())
     pipeline = Interleaved(chunks=model.layout.chunks, merged=bool(runs.ep_overlap))
     return rehearse(
         model.positions(),
-        costs,
+        costs_on(on, runs, model, skew),
         steady=Steady.of(
             lambda count: Played.of(pipeline.order(model.layout.pp, count)), model.layout.pp, micro_batches
         ),
@@ -389,6 +395,32 @@ def test_shards_that_travel_once_a_step_take_time() -> None:
     assert found.told.categories["sums of gradients"] > 0
 
 
+def test_megatron_sums_gradients_and_gathers_weights_in_bf16_once_a_step() -> None:
+    in_fp32 = [Transfer(kind, "dp", 8, 7 * 10**9, 0) for kind in ("reduce-scatter", "all-gather")]
+    work = Work(
+        layer=None,
+        layers=1,
+        region="outside",
+        phase="once",
+        products=(),
+        transfers=tuple(in_fp32),
+        operators=1,
+        nbytes=10**9,
+    )
+    as_planned, as_megatron = (costs_on(H100, Software(implementation=name)) for name in ("moefw", "megatron"))
+    assert as_megatron.sums([work]) == pytest.approx(as_planned.sums([work]) / 2, rel=0.01)
+    assert as_planned.once([work]) > 0
+    assert as_megatron.once([work]) == 0.0  # there are no weights that products read in 8 bits
+
+
+def test_weights_that_products_read_in_8_bits_are_quantized_once_a_step() -> None:
+    sizes = MODEL.sizes
+    of_layer = sizes.attention_weights + 3 * sizes.dim * sizes.expert_dim * sizes.experts // LAYOUT.ep
+    first = MODEL.positions()[0].work  # eleven layers, and twelve
+    assert quantized_weights(first) == 23 * of_layer
+    assert quantized_weights(evolve(MODEL, dtype="bfloat16").positions()[0].work) == 0
+
+
 def offloading(policy: dict[str, Any]) -> tuple[Assembly, Ledger]:
     """A spec of two micro-batches with a policy that offloads, and its plan."""
     tree = {
@@ -479,7 +511,7 @@ def test_a_plan_of_a_published_row_takes_as_long_as_its_closed_form() -> None:
     assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=32, machine=Machine(device="cpu"))
     found = forecast(assembly, ledger(assembly), row.cluster, "h100", row.software).told
     expected = Predictor.empty().told(row, fitted())
-    assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.005)
     for name in ("products", "experts", "attention", "expert transfers"):
         assert found.categories[name] == pytest.approx(expected.categories[name], rel=0.001), name
 

@@ -24,9 +24,11 @@ from moefw.core.errors import PlanError
 from moefw.planner import cluster as clusters
 from moefw.planner import ledger
 from moefw.planner.data_files import Figure
+from moefw.planner.report import Ledger
 from moefw.planner.time.likeness import error_of_ratio, held_out
 from moefw.planner.time.software import Software
 from moefw.planner.tune.candidates import OUTCOMES, Candidate
+from moefw.planner.tune.compose import Composer
 from moefw.planner.tune.excerpts import Excerpts
 from moefw.planner.tune.ranking import tied
 from moefw.planner.tune.reasons import impossible, reasons
@@ -98,6 +100,24 @@ def test_a_composed_candidate_is_as_fast_and_as_large_as_its_whole_plan(settings
     whole, _ = search.exact(composed, ledger)
     assert composed.step_s == pytest.approx(whole.step_s, rel=0.05)
     assert composed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("settings", [{PP: 4, **SHARDED}, {EP: 2, **MERGED, **ZERO_1}], ids=["pp 4", "merged"])
+def test_groups_of_a_composed_candidate_lie_as_in_its_whole_plan(settings: Settings) -> None:
+    search = search_of()
+    every = {**search.space.own, **settings}
+    assembly = search.resolve(every, WORLD)
+    measured = search.excerpts.of(every, assembly)
+    composed = Composer.of(assembly, measured.excerpt, measured.kinds).ledger()
+    whole = ledger(assembly)
+    assert composed.ranks_per_node == whole.ranks_per_node == 8
+    assert groups_in(composed) == groups_in(whole)
+
+
+def groups_in(found: Ledger) -> set[tuple[str, int, int]]:
+    """Kind, ranks and span of each transfer."""
+    every = [work for position in found.positions for work in position.work]
+    return {(transfer.kind, transfer.ranks, transfer.span) for work in every for transfer in work.transfers}
 
 
 def test_the_same_seed_gives_the_same_and_the_cache_saves_the_measuring(tmp_path: Path) -> None:

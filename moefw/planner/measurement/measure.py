@@ -252,6 +252,7 @@ def with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> 
     )
     return Ledger(
         world=layout.plan.world,
+        ranks_per_node=layout.ranks_per_node,
         stages=layout.size("pp"),
         position=layout.index("pp"),
         in_flight=most_in_flight([step for step in batch.steps if not isinstance(step, Receive)]) or 1,

@@ -451,7 +451,12 @@ class Operations(Mode):
             else:
                 network_bytes += count
         transfer = Transfer(
-            kind=kind, group=self._name(ranks), ranks=len(ranks), node=node_bytes, network=network_bytes
+            kind=kind,
+            group=self._name(ranks),
+            ranks=len(ranks),
+            node=node_bytes,
+            network=network_bytes,
+            span=max(ranks) - min(ranks),
         )
         self._done_here().transfers[transfer] += 1
 

@@ -5,16 +5,17 @@ All seconds here are those of the figures with their sources; :mod:`moefw.planne
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from math import comb
 from operator import attrgetter
 from typing import Final
 
-from attrs import field, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from moefw.planner.cluster import PEAK_OF, Cluster
 from moefw.planner.report import OnHost, Product, Transfer, Work
 from moefw.planner.time.figures import Figures
+from moefw.planner.time.nodes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Nodes
 from moefw.planner.time.rates import ITEMSIZE, Rates, rates_of
 from moefw.planner.time.software import Implementation, Kernels, Offloaded, Region, Software
 
@@ -23,13 +24,10 @@ EXPERT_REGIONS: Final = ("layer", "dispatch")
 DISPATCH: Final = "dispatch"
 ATTENTION: Final = "core_attn"
 OUTSIDE: Final = "outside"
-SEND: Final = "send"
 NO_KERNELS: Final = Kernels()
 NO_REGION: Final = Region()
 FP32: Final = 4.0
 """Bytes of a value that is in none of the formats with a share of their own."""
-UNLIMITED: Final = 2**30
-"""GPUs that a link connects that connects all of a cluster."""
 
 
 @frozen(kw_only=True)
@@ -102,14 +100,6 @@ def is_attention(product: Product, region: str) -> bool:
     return product.scores is not None or region == ATTENTION
 
 
-def node_gpus(cluster: Cluster) -> int:
-    """GPUs of a node of a cluster; without a link, a GPU is alone."""
-    node = cluster.links.node
-    if node is None:
-        return 1
-    return UNLIMITED if node.gpus is None else round(node.gpus.value)
-
-
 def distinct(places: int, total: int, chosen: int) -> float:
     """Expected number of ``places``, each with its part of ``total`` experts, that ``chosen`` of them lie in."""
     part = total // places
@@ -137,8 +127,7 @@ class Costs:
     software: Software
     shapes: Shapes
     figures: Figures
-    wide_node: bool = field(default=False)
-    """Whether the transfers of experts stay inside a node of the cluster, whatever the plan took for a node."""
+    nodes: Nodes
     rates: Rates = field(init=False)
 
     @rates.default
@@ -174,8 +163,16 @@ class Costs:
             wgrad=wgrad,
         )
 
-    def once(self, work: Work) -> float:
-        """Seconds of work of a step that is no micro-batch's: passes over memory, with its products and launches."""
+    def once(self, work: Sequence[Work]) -> float:
+        """Seconds of a position for what a step does once: the update, and passes over weights and gradients."""
+        updates = sum(each.layers * self._measured(each) for each in work if each.phase == "optimizer")
+        software = self.implementation.once
+        if software is None:
+            return updates + sum(each.layers * self._measured(each) for each in work if each.phase == "once")
+        return updates + self.rates.update(software.quantized * quantized_weights(work), 1)
+
+    def _measured(self, work: Work) -> float:
+        """Seconds of passes over memory and products, as a plan has measured them."""
         spent = self.of(work)
         return spent.products + spent.experts + self.rates.update(work.nbytes, work.operators)
 
@@ -221,8 +218,29 @@ class Costs:
         return module.stream * stream + skew * (module.outputs * returned + operands)
 
     def sums(self, work: Iterable[Work]) -> float:
-        """Seconds of links for the sums of gradients over ranks."""
-        return sum(each.layers * self._move(transfer) for each in work for transfer in each.transfers)
+        """Seconds of links for the sums of gradients over ranks, and the gathers of updated weights."""
+        planned = [(each.layers, transfer) for each in work for transfer in each.transfers]
+        return sum(layers * self._move(transfer) for layers, transfer in self._once(planned))
+
+    def _once(self, planned: Sequence[tuple[int, Transfer]]) -> Iterator[tuple[int, Transfer]]:
+        """Yield transfers of a step, each with its layers, as the software has them.
+
+        Where gradients are summed once, it gathers as many weights, whatever the plan gathers them as.
+        """
+        software = self.implementation.once
+        has_sums = any(transfer.kind == REDUCE_SCATTER for _, transfer in planned)
+        for layers, transfer in planned:
+            if software is None or transfer.kind != ALL_GATHER or not has_sums:
+                yield layers, self._summed(transfer)
+            if software is not None and transfer.kind == REDUCE_SCATTER:
+                yield layers, evolve(transfer.larger(software.weight / FP32), kind=ALL_GATHER)
+
+    def _summed(self, transfer: Transfer) -> Transfer:
+        """A transfer of gradients, which plans count in fp32, with those of the software."""
+        software = self.implementation.once
+        if software is None or transfer.kind not in (REDUCE_SCATTER, ALL_REDUCE):
+            return transfer
+        return transfer.larger(software.gradient / FP32)
 
     def _kernels(self, work: Work) -> Region | None:
         """Region of the implementation; None: as measured."""
@@ -295,15 +313,14 @@ class Costs:
         if modelled and work.region == DISPATCH:
             experts += (1 if work.phase == "recompute" else 2) * self.skewed(self.deduplicated())
         for transfer in work.transfers:
-            seconds = self._move(transfer)
             if work.region in EXPERT_REGIONS:
-                experts += 0.0 if modelled else self.skewed(seconds)
+                experts += 0.0 if modelled else self.skewed(self._move(transfer))
             elif transfer.kind == SEND:
-                send += seconds
+                send += self._move(transfer)
             elif work.region == OUTSIDE or "dp" in transfer.group or "shard" in transfer.group:
-                gathers += seconds
+                gathers += self._move(self._summed(transfer))
             else:
-                tensor += seconds
+                tensor += self._move(transfer)
         return experts, tensor, gathers, send
 
     def skewed(self, seconds: float) -> float:
@@ -314,28 +331,14 @@ class Costs:
         """Seconds of a movement in which a token's row goes once to each node, and there once to each rank."""
         shapes = self.shapes
         row = shapes.tokens * shapes.hidden * shapes.itemsize
-        per_node = self.node_gpus
-        nodes = max(1, -(-shapes.ep // per_node))
+        nodes = max(1, -(-shapes.ep // self.nodes.real))
         ranks = places_of_token(shapes, shapes.ep) * (shapes.ep - 1) / shapes.ep
         to_nodes = places_of_token(shapes, nodes) * (nodes - 1) / nodes if nodes > 1 else 0.0
         return self.rates.movement(row * ranks, row * to_nodes, shapes.dispatcher)
 
-    @property
-    def node_gpus(self) -> int:
-        """GPUs of a node of the cluster."""
-        return node_gpus(self.cluster)
-
     def _move(self, transfer: Transfer) -> float:
         """Seconds of the links for a transfer, all times."""
-        node, network = self._by_link(transfer)
-        return transfer.times * self.rates.move(transfer, node, network, self.shapes.dispatcher)
-
-    def _by_link(self, transfer: Transfer) -> tuple[float, float]:
-        """Bytes that a rank sends inside a node of the cluster, and between nodes."""
-        is_one_node = self.wide_node or self.cluster.links.network is None
-        if is_one_node and transfer.ranks <= self.node_gpus:
-            return float(transfer.node + transfer.network), 0.0
-        return float(transfer.node), float(transfer.network)
+        return transfer.times * self.rates.move(transfer.kind, self.nodes.route(transfer), self.shapes.dispatcher)
 
 
 def _values(work: Work) -> tuple[float, float, float]:
@@ -360,6 +363,17 @@ def _values(work: Work) -> tuple[float, float, float]:
     is_backward = work.phase == "backward"
     quantized = quantized_returned if is_backward else float(sum(rows * width for rows, width in quantized_read))
     return float(sum(rows * width for rows, width in read)), returned, quantized
+
+
+def quantized_weights(work: Iterable[Work]) -> float:
+    """Weights that products of a micro-batch's forward read in 8 bits or less."""
+    number = 0
+    for each in work:
+        for product in each.products if each.phase == "forward" else ():
+            if product.scores is None and PEAK_OF.get(product.dtype) in ("fp8", "fp4"):
+                _, columns, summed = product.shape
+                number += each.layers * product.times * product.groups * columns * summed
+    return float(number)
 
 
 def _operand_bytes(work: Work) -> float:

@@ -13,9 +13,10 @@ from moefw.core.errors import PlanError
 from moefw.planner.cluster import Cluster
 from moefw.planner.report import Ledger, Position, Work
 from moefw.planner.time import likeness, software
-from moefw.planner.time.costs import Costs, Shapes, is_attention, node_gpus
+from moefw.planner.time.costs import Costs, Shapes, is_attention
 from moefw.planner.time.figures import figures
 from moefw.planner.time.likeness import Bar, Inputs
+from moefw.planner.time.nodes import Nodes
 from moefw.planner.time.rates import format_of
 from moefw.planner.time.scale import Scale, fitted
 from moefw.planner.time.schedule import Steady, played
@@ -128,14 +129,15 @@ def lacks(cluster: Cluster, plan: Ledger | None = None, runs: Software | None = 
 
 
 def _links_in_use(cluster: Cluster, plan: Ledger) -> list[str]:
-    """Links on which a plan sends anything; a cluster without a network is one node."""
-    used = dict.fromkeys(("node", "network"), False)
-    for work in _work(plan):
-        for transfer in work.transfers:
-            is_inside = cluster.links.network is None and transfer.ranks <= node_gpus(cluster)
-            used["node"] |= bool(transfer.node or (transfer.network and is_inside))
-            used["network"] |= bool(transfer.network and not is_inside)
-    return [link for link, is_used in used.items() if is_used]
+    """Links on which a plan sends anything."""
+    nodes = _nodes(cluster, plan)
+    routes = [nodes.route(transfer) for work in _work(plan) for transfer in work.transfers]
+    return [link for link in ("node", "network") if any(getattr(route, link) for route in routes)]
+
+
+def _nodes(cluster: Cluster, plan: Ledger) -> Nodes:
+    """Nodes of a plan on a cluster."""
+    return Nodes.of(cluster, plan.ranks_per_node or plan.world)
 
 
 def _needed_of_host(cluster: Cluster, plan: Ledger, runs: Software | None) -> dict[str, object]:
@@ -186,7 +188,7 @@ def forecast(
         runs,
         shapes_of(assembly, plan, skew),
         figures(),
-        wide_node=_is_wide(assembly, cluster),
+        _nodes(cluster, plan),
     )
     rehearsal = rehearse(
         plan.positions,
@@ -247,11 +249,6 @@ def shapes_of(assembly: Assembly, plan: Ledger, skew: float) -> Shapes:
         top_groups=getattr(groups, "keep", 1),
         skew=skew,
     )
-
-
-def _is_wide(assembly: Assembly, cluster: Cluster) -> bool:
-    """Whether a node of the cluster has more GPUs than the spec says that a node has."""
-    return node_gpus(cluster) >= (assembly.site.ranks_per_node or 1)
 
 
 def _inputs(assembly: Assembly, plan: Ledger, cluster: str, runs: Software, shapes: Shapes) -> Inputs:

@@ -12,9 +12,10 @@ from attrs import frozen
 
 from moefw.planner.cluster import PEAK_OF, Attention, Cluster, Link
 from moefw.planner.cluster import Product as Measured
-from moefw.planner.report import AGAIN, Product, Transfer
+from moefw.planner.report import AGAIN, Product
 from moefw.planner.time.figures import Figures
 from moefw.planner.time.least_squares import costs_of
+from moefw.planner.time.nodes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Route
 from moefw.planner.time.software import Software
 
 TERA: Final = 1e12
@@ -26,9 +27,9 @@ WIDER: Final = ("fp4", "fp8", "bf16", "fp32")
 """Formats of operands, each wider than the last."""
 COLLECTIVE_OF: Final[Mapping[str, str]] = {
     "all-to-all": "all_to_all",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-reduce": "all_reduce",
+    ALL_GATHER: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_REDUCE: "all_reduce",
 }
 """The measured collective of a kind of transfer; others are messages."""
 
@@ -48,8 +49,8 @@ class Rates(Protocol):
     def update(self, nbytes: float, operators: float) -> float:
         """The same of operators that end a step, of which some read and write all states of the optimizer."""
 
-    def move(self, transfer: Transfer, node: float, network: float, dispatcher: str) -> float:
-        """Seconds of the links for one transfer of a rank that sends so many bytes inside the node and between nodes.
+    def move(self, kind: str, route: Route, dispatcher: str) -> float:
+        """Seconds of the links for one transfer of a kind.
 
         The cluster has the links on which anything is sent. ``dispatcher``: the one that sends rows of experts.
         """
@@ -102,12 +103,13 @@ class PublishedRates(Rates):
         """See :class:`Rates`."""
         return nbytes / self._memory(self.figures.optimizer_pass.value)
 
-    def move(self, transfer: Transfer, node: float, network: float, dispatcher: str) -> float:
+    def move(self, kind: str, route: Route, dispatcher: str) -> float:
         """See :class:`Rates`."""
-        if transfer.kind == "all-reduce":
+        node, network = route.node, route.network
+        if kind == ALL_REDUCE:
             # Counted is the tensor to each peer; a ring sends twice its part to the next rank.
-            node, network = 2 * node / transfer.ranks, 2 * network / transfer.ranks
-        return self.movement(node, network, dispatcher if transfer.kind == "all-to-all" else "collectives")
+            node, network = 2 * node / route.inside, 2 * network / route.nodes
+        return self.movement(node, network, dispatcher if kind == "all-to-all" else "collectives")
 
     def movement(self, node: float, network: float, dispatcher: str) -> float:
         """See :class:`Rates`."""
@@ -233,9 +235,9 @@ class MeasuredRates(Rates):
         """See :class:`Rates`. Here no operator differs from those of a pass."""
         return self.passes(nbytes, operators)
 
-    def move(self, transfer: Transfer, node: float, network: float, dispatcher: str) -> float:
+    def move(self, kind: str, route: Route, dispatcher: str) -> float:
         """See :class:`Rates`."""
-        return self._links(COLLECTIVE_OF.get(transfer.kind, ""), node, network)
+        return self._links(COLLECTIVE_OF.get(kind, ""), route.node, route.network)
 
     def movement(self, node: float, network: float, dispatcher: str) -> float:
         """See :class:`Rates`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from attrs import Attribute, asdict, field, fields_dict, frozen
-from attrs.validators import ge
+from attrs.validators import ge, gt
 
 from moefw.compose.assembly import Assembly, ChosenPlugins
 from moefw.core.errors import Problem, SpecError
@@ -53,6 +53,19 @@ class Region:
     backward: Kernels = Kernels()
 
 
+@frozen(kw_only=True)
+class Once:
+    """Bytes of what software does once a step, for all its micro-batches, with each parameter.
+
+    ``gradient``: of a gradient that ranks add up, in a micro-batch, too. ``weight``: of an updated weight that they
+    gather. ``quantized``: of passes over memory for each weight that products read in 8 bits or less.
+    """
+
+    gradient: float = field(validator=gt(0.0))
+    weight: float = field(validator=gt(0.0))
+    quantized: float = field(validator=ge(0.0))
+
+
 def _sections(_: object, attribute: Attribute[Any], value: Mapping[str, tuple[str, ...]]) -> None:
     unknown = [name for name in value if name not in fields_dict(ChosenPlugins)]
     if unknown:
@@ -75,7 +88,8 @@ class Offloaded:
 
 @frozen(kw_only=True)
 class Implementation:
-    """How software runs a layer. ``regions`` empty: as the plan has measured it.
+    """How software runs a layer. ``regions`` empty: as the plan has measured it. ``once`` None: so is what a step does
+    once, besides the update.
 
     ``has``: the names of its parts, by section of the spec; a section that is not there: any part. ``estimated``: where
     its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to a node.
@@ -93,6 +107,7 @@ class Implementation:
     deduplicates: tuple[str, ...] = ()
     graph_scopes: Mapping[str, tuple[str, ...]] = {}
     regions: Mapping[str, Region] = {}
+    once: Once | None = None
     fused_grouped_mlp: Mapping[str, Region] = {}
     dispatchers: Mapping[str, Region] = {}
     tensor_scales: Kernels = Kernels()

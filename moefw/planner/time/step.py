@@ -117,8 +117,8 @@ def rehearse(
     for position in positions:
         found = Passes.of(position.work, costs)
         passes.update(dict.fromkeys(position.at, found))
+        once = max(once, costs.once(position.work))
         ends = [each for each in position.work if each.phase in ("once", "optimizer")]
-        once = max(once, sum(each.layers * costs.once(each) for each in ends))
         copied = [costs.over_host_link(each) for each in ends]
         stores = max(stores, sum(out for out, _ in copied))
         fetches = max(fetches, sum(back for _, back in copied))

@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 from moefw.compose.assembly import Assembly
 from moefw.core.records import Order, Stage
 from moefw.planner.report import Held, Ledger, OnHost, Peak, Position, Transfer, Work
-from moefw.planner.time.costs import SEND
+from moefw.planner.time.nodes import SEND
 from moefw.planner.tune.parts import SIDES, End, Excerpt, Share, Sides
 from moefw.planner.tune.peaks import StageBytes, most_at
 from moefw.runtime.parallel.meshes import COPIES
@@ -32,12 +32,14 @@ PLACE: Final = "composed"
 @frozen
 class Copies:
     """Copies of the parameters of a mesh: their number in the excerpt, and in the candidate; and of a rank's group of
-    them, the peers in its own node. ``adds_up_whole``: whether micro-batches add up gradients of whole parameters.
+    them, the peers in its own node, and from the first rank to the last. ``adds_up_whole``: whether micro-batches add
+    up gradients of whole parameters.
     """
 
     measured: int
     number: int
     in_node: int
+    span: int
     shards: int
     adds_up_whole: bool
 
@@ -121,6 +123,7 @@ class Composer:
             micro_batches=count,
             tokens=train.micro_batch * train.seq_len,
             held=held,
+            ranks_per_node=assembly.site.ranks_per_node,
             stages=len(assembly.stages),
             position=at,
             in_flight=most_in_flight(order[at]),
@@ -188,7 +191,7 @@ class Composer:
                 yield evolve(work, transfers=self._retargeted(kept))
         yield from self._sends(stages)
         for work in self._end(stages).ends:
-            transfers = tuple(_larger(transfer, growth) for transfer in self._retargeted(work.transfers))
+            transfers = tuple(transfer.larger(growth) for transfer in self._retargeted(work.transfers))
             held = sum(self._end(stages).held.values()) or 1
             now = growth * sum(self.copies[side].held * nbytes for side, nbytes in self._end(stages).held.items())
             products = tuple(_more(product, now / held) for product in work.products)
@@ -206,11 +209,25 @@ class Composer:
         ahead = sum(not stage.is_last and stage.index + 1 not in own for stage in stages)
         back = sum(not stage.is_first and stage.index - 1 not in own for stage in stages)
         for end, times in ((self.excerpt.ends[0], ahead), (self.excerpt.ends[-1], back)):
-            for work in end.outside.work:
-                sends = tuple(transfer for transfer in work.transfers if transfer.kind == SEND)
-                if sends and times:
+            for work in end.outside.work if times else ():
+                sends = tuple(self._sent(transfer) for transfer in work.transfers if transfer.kind == SEND)
+                if sends:
                     empty = evolve(work, products=(), operators=0, nbytes=0, on_host=OnHost())
                     yield evolve(empty, layers=times, transfers=sends)
+
+    def _sent(self, transfer: Transfer) -> Transfer:
+        """A transfer to another stage, which lies as far away as the candidate's stages do."""
+        layout: Any = self.assembly.layout
+        ranks = layout.group(0, ("pp",))
+        nbytes = transfer.node + transfer.network
+        is_inside = ranks[1] < (self.assembly.site.ranks_per_node or layout.world)
+        return evolve(
+            transfer,
+            ranks=len(ranks),
+            node=nbytes if is_inside else 0,
+            network=0 if is_inside else nbytes,
+            span=ranks[-1] - ranks[0],
+        )
 
     def _retargeted(self, transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
         """Transfers with those over copies of parameters as they are in the candidate's groups."""
@@ -226,7 +243,7 @@ class Composer:
             to_each *= copies.measured / copies.number
         in_node = round(to_each * copies.in_node)
         network = round(to_each * (copies.number - 1 - copies.in_node))
-        return evolve(transfer, ranks=copies.number, node=in_node, network=network)
+        return evolve(transfer, ranks=copies.number, node=in_node, network=network, span=copies.span)
 
 
 def _copies(assembly: Assembly, excerpt: Excerpt, side: str) -> Copies:
@@ -237,6 +254,7 @@ def _copies(assembly: Assembly, excerpt: Excerpt, side: str) -> Copies:
         measured=excerpt.copies[side],
         number=len(ranks),
         in_node=sum(rank // per_node == 0 for rank in ranks) - 1,
+        span=ranks[-1] - ranks[0],
         shards=len(layout.copies(0, side)[0]),
         adds_up_whole=layout.zero(side) == 1 and assembly.micro_batches > 1,
     )
@@ -248,10 +266,6 @@ def _side(transfer: Transfer) -> str | None:
         return None
     names = transfer.group.split(" or ")
     return next((side for side, axes in COPIES.items() if {" x ".join(axes), axes[0]} & {*names}), None)
-
-
-def _larger(transfer: Transfer, times: float) -> Transfer:
-    return evolve(transfer, node=round(times * transfer.node), network=round(times * transfer.network))
 
 
 def _more(product: Any, times: float) -> Any:
