@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final
 
@@ -56,8 +56,16 @@ RECOMPUTED: Final[Mapping[str, tuple[str, ...]]] = {
     "norm": ("attn_norm", "mlp_norm"),
     "moe_act": (),
     "act": (),
+    "full": (
+        *("attn_norm", "qkv", "mla_down_proj", "mla_up_proj", "core_attn", "attn_proj"),
+        *("mlp_norm", "router", "dispatch", "expert_fc1", "expert_fc2", "shared_experts", "dense_mlp"),
+    ),
 }
-"""Regions that Megatron's modules of recompute are; activations alone are a few passes, which are left out."""
+"""Regions that Megatron's modules of recompute are; activations alone are a few passes, which are left out.
+
+``full`` is whole layers.
+"""
+RECIPES: Final = Path(__file__).parent / "published" / "recipes.csv"
 STATES: Final = "optimizer states"
 """What a row offloads that is no module."""
 
@@ -183,10 +191,20 @@ class Row:
         return float(self["truth_tflops"]) * TERA / (self.flops_per_token * GIGA)
 
     @property
+    def recipe(self) -> Mapping[str, str]:
+        """Recipe of the row, which says of states and recompute what the page of the row does not; it may be empty."""
+        return recipes().get(self["id"], {})
+
+    @property
+    def recomputed(self) -> Sequence[str]:
+        """Modules that are recomputed, as the page of the row says, or its recipe where the page does not."""
+        modules = self["recompute"] or self.recipe.get("recompute", "")
+        return [*filter(None, modules.replace("none", "").split("+"))]
+
+    @property
     def work(self) -> Rows:
         """What a rank computes in a micro-batch."""
-        parts = self["recompute"].replace("none", "").split("+")
-        recompute = tuple(region for part in parts if part for region in RECOMPUTED.get(part, (part,)))
+        recompute = tuple(region for module in self.recomputed for region in RECOMPUTED[module])
         return Rows(
             sizes=self.sizes,
             layout=self.layout,
@@ -307,6 +325,13 @@ class Predictor:
     def tokens_per_s(self, row: Row, numbers: Fitted) -> float:
         """Predicted tokens a second of a GPU."""
         return row.tokens / self.told(row, numbers).step_s / row.number("gpus")
+
+
+@cache
+def recipes() -> Mapping[str, Mapping[str, str]]:
+    """Recipes of rows, by the row's id."""
+    with RECIPES.open(newline="", encoding="utf-8") as file:
+        return {recipe["id"]: recipe for recipe in csv.DictReader(file)}
 
 
 def read(path: Path = ROWS) -> list[Row]:

@@ -4,15 +4,15 @@
 models in the software of the row, records each row under ``results/tune.json``, and prints the page of all that are
 recorded there. ``--rows`` without an ID searches nothing.
 
-Megatron's distributed optimizer is ``zero: 1`` over all copies; its recompute of modules is ``recompute`` of the same
-regions; formats are emulated and libraries of dispatchers stood in for: products and what is sent stay the same.
-``published/recipes.csv`` has what recipes say of states and recompute that the pages of rows do not.
+Megatron's distributed optimizer is ``zero: 1`` over all copies, and so is FSDP that keeps weights gathered for a step;
+recompute of modules is ``recompute`` of the same regions. Formats are emulated and libraries of dispatchers stood in
+for: products and what is sent stay the same. ``published/recipes.csv`` has what recipes say of states and recompute
+that the pages of rows do not.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import resource
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +30,12 @@ from published_rows import PRESETS, RECOMPUTED, Row, read
 
 ROWS: Final = ("p018", "p019", "p109", "p015", "p142")
 """Best rows of DeepSeek-V3 on 256 GB300, at two batches, and on 1,024 H100, of Qwen3-235B, and of Kimi-K2."""
-RECIPES: Final = Path(__file__).parent / "published" / "recipes.csv"
+REGIONS: Final = {
+    "full": [
+        *("attn_norm", "attention", "mlp_norm", "router", "dispatch", "experts", "shared_experts", "dense_mlp"),
+    ]
+}
+"""Regions of a spec for modules of recompute that are larger than those of the closed form."""
 PRECISION: Final = {
     "bf16": {"use": "bf16"},
     "mxfp8": {"use": "mxfp8", "backend": "emulate"},
@@ -105,7 +109,7 @@ def searched(row: Row, candidates: int, cache: str) -> dict[str, Any]:
 def spec_of(row: Row) -> dict[str, Any]:
     """Spec of a row's layout."""
     layout = row.layout
-    sharded = {"shard": "all", "zero": 3 if row["fsdp"] == "yes" else 1}
+    sharded = {"shard": "all", "zero": 1}
     merged = bool(row.software.ep_overlap)
     pipeline: dict[str, Any] = {"use": "1f1b"}
     if layout.pp > 1 and layout.chunks > 1:
@@ -136,20 +140,11 @@ def spec_of(row: Row) -> dict[str, Any]:
 
 def policies_of(row: Row) -> Iterator[dict[str, Any]]:
     """Yield the memory policies of a row, as its page or its recipe says."""
-    recipe = recipes().get(row["id"], {})
-    regions = [region for part in row["recompute"].split("+") for region in RECOMPUTED.get(part, ())]
-    regions += filter(None, recipe.get("recompute", "").split("+"))
+    regions = [region for module in row.recomputed for region in REGIONS.get(module, RECOMPUTED[module])]
     if regions:
         yield {"use": "recompute", "regions": regions}
-    if recipe.get("states"):
-        yield {"use": f"optimizer-{recipe['states']}"}
-
-
-@cache
-def recipes() -> Mapping[str, Mapping[str, str]]:
-    """Recipes of rows, by the row's id."""
-    with RECIPES.open(newline="", encoding="utf-8") as file:
-        return {recipe["id"]: recipe for recipe in csv.DictReader(file)}
+    if states := row.recipe.get("states"):
+        yield {"use": f"optimizer-{states}"}
 
 
 def page(found: Mapping[str, Found], rows: Mapping[str, Row]) -> Iterator[str]:
@@ -216,9 +211,8 @@ def _verdict(found: Found) -> str:
 
 def _section(row: Row, found: Found) -> Iterator[str]:
     yield f"## {row['id']}: {row['model_printed']} on {row['gpus']} {row['system']}, batches of {row['global_batch']}\n"
-    recipe = recipes().get(row["id"])
-    if recipe is not None:
-        yield f"Its [recipe]({recipe['url']}): {recipe['says']}.\n"
+    if row.recipe:
+        yield f"Its [recipe]({row.recipe['url']}): {row.recipe['says']}.\n"
     if not found["ok"]:
         for problem in found["problems"]:
             yield f"- {problem['what']} {problem['fix'] or ''}".rstrip()

@@ -75,7 +75,7 @@ class Excerpts:
         numbers = sorted(number for stages in assembly.stages for stage in stages for number in stage.layers)
         kinds = _named({number: repr(facts_of(assembly, number)) for number in numbers})
         small = self._small(settings, assembly)
-        stages = _stages([*kinds.values()])
+        stages = _stages([*kinds.values()], has_neighbours=_gathers_ahead(assembly))
         by_phase = assembly.parts.pipeline.merges
         path = None
         if self.cache is not None:
@@ -152,14 +152,32 @@ def _ranks_of_stage(assembly: Assembly) -> int:
     return ranks if is_inside and (not strides or max(strides) < per_node or ranks == whole) else whole
 
 
-def _stages(kinds: Sequence[str]) -> Stages:
-    """Stages of an excerpt: a row of equal blocks and a layer of each other kind, and the last layer."""
+def _gathers_ahead(assembly: Assembly) -> bool:
+    """Whether what a layer holds depends on the next one, whose weights are gathered ahead for each pass."""
+    layout: Any = assembly.layout
+    return any(len(layout.copies(0, side)[0]) > 1 and layout.zero(side) == 3 for side in SIDES)
+
+
+def _stages(kinds: Sequence[str], *, has_neighbours: bool) -> Stages:
+    """Stages of an excerpt: a layer of each kind, and the last layer.
+
+    ``has_neighbours``: whether the layer of a kind has some like itself before and behind it, if there are such.
+    """
     count = len(kinds)
     last = range(count - 1, count)
-    return ((Stage(0, 2, _layers(kinds[:-1], known=kinds[-1:])),), (Stage(1, 2, last),))
+    choose = _row_and_others if has_neighbours else _fewest
+    return ((Stage(0, 2, choose(kinds[:-1], known=kinds[-1:])),), (Stage(1, 2, last),))
 
 
-def _layers(kinds: Sequence[str], known: Sequence[str] = ()) -> range:
+def _fewest(kinds: Sequence[str], known: Sequence[str]) -> range:
+    """Fewest layers in a row that have each kind but ``known`` ones; one at least."""
+    needed = {*kinds} - {*known}
+    count = len(kinds)
+    rows = (range(first, first + length) for length in range(1, count + 1) for first in range(count - length + 1))
+    return next((row for row in rows if needed <= {*kinds[row.start : row.stop]}), range(0))
+
+
+def _row_and_others(kinds: Sequence[str], known: Sequence[str]) -> range:
     """Layers that have each kind but ``known`` ones, and a row of equal blocks if there is one."""
     count = len(kinds)
     rows = (
