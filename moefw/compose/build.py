@@ -382,7 +382,7 @@ class ModelParts(ModelContext):
             repr(context.site.dims),
             context.keeps_high_precision("moe.experts"),
         )
-        with torch.device(self.device):
+        with _making_on(self.device):
             with self._calling(parts.routing):
                 router = parts.routing.build(context)
             with self._calling(parts.gemm):
@@ -455,7 +455,7 @@ def build_model(
 def _built(context: ModelParts) -> nn.Module:
     """Model of these parts."""
     assembly = context.assembly
-    with torch.device(context.device), assembly.registry.calling(assembly.parts.model, "build()"):
+    with _making_on(context.device), assembly.registry.calling(assembly.parts.model, "build()"):
         model: nn.Module = assembly.parts.model.build(context)
     if not isinstance(model, Pipelined) and (why := _why_stages(assembly)):
         built = f"model {assembly.parts.model.name!r} builds a {type(model).__name__}"
@@ -464,6 +464,11 @@ def _built(context: ModelParts) -> nn.Module:
             "Give it stages and a link (moefw.runtime.pipeline.stage.Pipelined).",
         )
     return context.whole(model)
+
+
+def _making_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Block that makes tensors on a device. Does nothing where they are made there anyway: every operator would pay."""
+    return nullcontext() if torch.get_default_device() == device else device
 
 
 def _why_stages(assembly: Assembly) -> str:

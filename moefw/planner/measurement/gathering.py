@@ -54,6 +54,8 @@ class Gathering:
         self.units: list[Unit] = []
         self.root_unit: Unit | None = None
         self.shards: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._copies: dict[Side, Sequence[Sequence[int]]] = {}
+        """The ranks that hold the same parameters of a side: lists of thousands, for hundreds of units."""
 
     def add_up(self, gathered: nn.Parameter, stored: nn.Parameter) -> None:
         """Let micro-batches add up the gradients of a gathered parameter."""
@@ -108,7 +110,9 @@ class Gathering:
         apart: Set[nn.Parameter],
     ) -> Unit | None:
         """Unit of the module's parameters that are in none yet, or None if no other rank shares them."""
-        rows = self.layout.plan.copies(self.layout.rank, side)
+        if side not in self._copies:
+            self._copies[side] = self.layout.plan.copies(self.layout.rank, side)
+        rows = self._copies[side]
         if len(rows[0]) == 1:
             return None
         unit = Unit(self, rows, self.layout.plan.zero(side))
