@@ -25,7 +25,6 @@ from moefw.planner.measurement.micro_batch import BUFFERS, FP32, POOL, MicroBatc
 from moefw.planner.measurement.optimizer_states import measure_states
 from moefw.planner.measurement.usage import Usage
 from moefw.planner.report import Held, Ledger, Peak, Position, RegionTotals, model_flops
-from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.places import OUTSIDE, Place
 from moefw.recording.recorder import GATHERED, Recorder
@@ -210,7 +209,6 @@ def recorded(
     rank = next(rank for rank in range(plan.world) if plan.coordinates(rank).get("pp", 0) == position)
     with ExitStack() as stack:
         stack.enter_context(fake_tensor_world(rank, plan.world))
-        stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
         stack.enter_context(recorder)
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
