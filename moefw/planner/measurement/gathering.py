@@ -273,13 +273,13 @@ class Unit:
             self._nbytes += sharded.count * self.shards * sharing.bytes_of_share
             return sharded.parameter
         dim = self._dim(sharded)
-        stored = sharded.parameter.detach()
+        stored = sharded.parameter
         value: Tensor
         if sharded.codec is None:
             value = torch.empty_like(stored, dtype=sharded.dtype or stored.dtype)
             nbytes = value.nbytes
         else:
-            parts = sharded.codec.encode(stored)
+            parts = sharded.codec.encode(stored.detach())
             value = GatheredWeight(parts, sharded.codec.rows)
             nbytes = sum(part.nbytes for part in parts)
         self._nbytes += sharded.count * (nbytes * self._padded(len(value), dim) // len(value))

@@ -255,10 +255,11 @@ def with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> 
     sums.note()
     # The update needs the gradients of what this rank stores, in fp32, where micro-batches add up in another dtype or
     # in whole parameters. Gradients are added up over ranks before the optimizer allocates, so only the larger counts.
-    gradients_for_update = sum(masters.values()) - batch.main_gradients()
+    gradients = batch.main_gradients()
+    gradients_for_update = sum(masters.values()) - gradients
     held = Held(
         parameters=sum(masters.values()) + frozen,
-        gradients=batch.main_gradients(),
+        gradients=gradients,
         optimizer=states.device,
         buffers=buffers,
         batch=copies_of_batch * (count * bytes_per_token * tokens + INT64 * train.micro_batch),
