@@ -98,6 +98,10 @@ class KnownResults(FakeTensorMode):
     known: ClassVar[dict[Any, Any]] = {}
     """Descriptions of the results by that of the operator and its arguments; None: they cannot be described."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache_enabled = False  # what PyTorch would remember is known here already
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # as in moefw.recording.patches.Mode
