@@ -6,19 +6,21 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from moefw.commands import specs
-from moefw.commands.plan_tables import show_comparison, show_prediction
 from moefw.commands.waiting import waiting
 from moefw.compose.assembly import Assembly
 from moefw.compose.registry import Registry
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError, SpecError, os_reason
-from moefw.planner.comparison import Comparison
 from moefw.planner.prediction import Circumstances, Prediction, predict
 from moefw.system.folders import cache_dir
+
+if TYPE_CHECKING:
+    from moefw.planner.comparison import Comparison
 
 PLANS = "plans"
 """The folder of ledgers in the cache."""
@@ -112,13 +114,21 @@ def plan(
         return 2
     if as_json:
         click.echo(json.dumps({"ok": True, "problems": [], **told.to_data()}))
-    elif isinstance(told, Comparison):
-        show_comparison(told)
     else:
-        show_prediction(told)
+        _show(told)
     if html is not None and not as_json:
         click.echo(f"\nthe page is in {html}")
     return 0
+
+
+def _show(told: Prediction | Comparison) -> None:
+    """Print tables."""
+    from moefw.commands.plan_tables import show_comparison, show_prediction
+
+    if isinstance(told, Prediction):
+        show_prediction(told)
+    else:
+        show_comparison(told)
 
 
 def _predicted(spec: str, overrides: Sequence[str], world: int | None, circumstances: Circumstances) -> Prediction:
@@ -135,6 +145,8 @@ def _compared(
 
     Overrides are of both.
     """
+    from moefw.planner.comparison import Comparison
+
     files = [each for each in compare if "=" not in each]
     if len(files) > 1:
         raise SpecError(f"--compare: {' and '.join(files)} are two specs.", "Compare with one spec, and key=value.")
@@ -154,7 +166,7 @@ def _write_page(told: Prediction | Comparison, origin: str, out: Path) -> None:
     from moefw.report.plan_page import comparison_page, plan_page
     from moefw.report.rendering import write
 
-    page = comparison_page(told) if isinstance(told, Comparison) else plan_page(told, origin)
+    page = plan_page(told, origin) if isinstance(told, Prediction) else comparison_page(told)
     try:
         write(page, out)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -250,7 +250,7 @@ def bare_context(
 class ModelParts(ModelContext):
     """Builds the contexts of a model's layers, each once, and its MoE layers.
 
-    ``shards``: whether parameters are sharded where the layout says so.
+    ``shards``: whether parameters are sharded where the layout says so. ``only``: the layers that are asked for.
     """
 
     def __init__(
@@ -263,6 +263,7 @@ class ModelParts(ModelContext):
         shards: bool = True,
         shard_by: Callable[[Layout], Sharding] | None = None,
         watch: Watch | None = None,
+        only: Collection[int] | None = None,
     ) -> None:
         self.assembly = assembly
         self.device = device
@@ -270,6 +271,7 @@ class ModelParts(ModelContext):
         self._shared = shared
         self._sharding = _sharding(layout, shard_by) if shards else None
         self._watch = watch
+        self._only = only
         self._contexts: dict[int, LayerContext] = {}
         self._layouts = layouts_by_cp(layout, dynamic=assembly.spec.train.packing == "dynamic")
         self._qk_clip = assembly.parts.optimizer.qk_clipping()
@@ -283,6 +285,12 @@ class ModelParts(ModelContext):
     def stages(self) -> Stages:
         """The pipeline stages of each position on pp."""
         return self.assembly.stages
+
+    def builds(self, layer: int) -> bool:
+        """Whether a stage of this rank has a layer, and it is asked for."""
+        if self._only is not None and layer not in self._only:
+            return False
+        return any(layer in stage.layers for stage in self.stages[self._layout.index("pp")])
 
     def order(self, micro_batches: int) -> Order:
         """Passes of each position on pp in a step of so many micro-batches."""
@@ -382,7 +390,7 @@ class ModelParts(ModelContext):
             repr(context.site.dims),
             context.keeps_high_precision("moe.experts"),
         )
-        with torch.device(self.device):
+        with _making_on(self.device):
             with self._calling(parts.routing):
                 router = parts.routing.build(context)
             with self._calling(parts.gemm):
@@ -419,17 +427,19 @@ def build_model(
     *,
     shard_by: Callable[[Layout], Sharding] | None = None,
     watch: Watch | None = None,
+    only: Collection[int] | None = None,
 ) -> nn.Module:
     """Construct the model of an assembly on ``device``. Its parameters are not initialised.
 
     ``shard_by``: what shards parameters in the place of FSDP, if the layout shards any. ``watch`` follows the regions.
+    ``only``: the layers that are asked for, of a model that can leave out others; None: all of this rank.
     Parameters that do not train (``Assembly.frozen``) have the dtype in which their folder has them, or are its codes
     (``train.frozen_weights``). Raises PluginError for a model without stages that a pipeline, or phases one by one,
     need, and SpecError for codes that this rank cannot hold.
     """
 
     def build() -> nn.Module:
-        return _built(ModelParts(assembly, layout, device, shared, shard_by=shard_by, watch=watch))
+        return _built(ModelParts(assembly, layout, device, shared, shard_by=shard_by, watch=watch, only=only))
 
     def build_without_memory() -> nn.Module:
         own = Shared()
@@ -455,7 +465,7 @@ def build_model(
 def _built(context: ModelParts) -> nn.Module:
     """Model of these parts."""
     assembly = context.assembly
-    with torch.device(context.device), assembly.registry.calling(assembly.parts.model, "build()"):
+    with _making_on(context.device), assembly.registry.calling(assembly.parts.model, "build()"):
         model: nn.Module = assembly.parts.model.build(context)
     if not isinstance(model, Pipelined) and (why := _why_stages(assembly)):
         built = f"model {assembly.parts.model.name!r} builds a {type(model).__name__}"
@@ -464,6 +474,11 @@ def _built(context: ModelParts) -> nn.Module:
             "Give it stages and a link (moefw.runtime.pipeline.stage.Pipelined).",
         )
     return context.whole(model)
+
+
+def _making_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Block that makes tensors on a device. Does nothing where they are made there anyway: every operator would pay."""
+    return nullcontext() if torch.get_default_device() == device else device
 
 
 def _why_stages(assembly: Assembly) -> str:

@@ -202,6 +202,9 @@ class ModelContext(Protocol):
     def stages(self) -> Sequence[Sequence[Stage]]:
         """The pipeline stages of each position on pp. A model builds the layers of its own position's alone."""
 
+    def builds(self, layer: int) -> bool:
+        """Whether the model builds layer ``layer``: a stage of its own position has it, and nobody leaves it out."""
+
     @property
     def draws(self) -> bool:
         """Whether a model makes keys for its tokens, because recipes or adapters draw random numbers from them."""

@@ -49,7 +49,9 @@ class Stream:
 
 @final
 class Elsewhere(nn.Module):
-    """A layer of a pipeline stage that another rank holds."""
+    """A layer that this rank does not build: another one holds its pipeline stage. It has no phases."""
+
+    phases: tuple[Phase, ...] = ()
 
 
 class Block(nn.Module):

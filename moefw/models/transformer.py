@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         self._held = context.stages[context.layout.index("pp")]
         self.embed = self._build_embedding(context)
         self.layers = nn.ModuleList(self._build_block(layer, context) for layer in range(options.num_layers))
-        if self._holds(options.num_layers - 1):
+        if any(options.num_layers - 1 in stage.layers for stage in self._held):
             self.norm = RMSNorm(options.dim, options.norm_eps)
         for depth in range(1, options.mtp_layers + 1):
             self.layers.append(self._build_mtp_block(depth, context))
@@ -292,9 +292,6 @@ class Transformer(nn.Module):
 
     # The modules, and their initial values.
 
-    def _holds(self, layer: int) -> bool:
-        return any(layer in stage.layers for stage in self._held)
-
     def _mtp_depths(self, stage: Stage) -> list[int]:
         """How far ahead each layer of a stage predicts that predicts further tokens: 1, 2, ..."""
         return [layer - self.options.num_layers + 1 for layer in stage.layers if layer >= self.options.num_layers]
@@ -315,7 +312,7 @@ class Transformer(nn.Module):
         return stage.is_last and self.options.tie_embeddings
 
     def _build_block(self, layer: int, context: ModelContext) -> nn.Module:
-        if not self._holds(layer):
+        if not context.builds(layer):
             return Elsewhere()
         attention = context.attention(layer)
         if layer not in self.options.moe_layers():
@@ -326,7 +323,7 @@ class Transformer(nn.Module):
         options = self.options
         precision = context.fallback
         layer = options.num_layers + depth - 1
-        if not self._holds(layer):
+        if not context.builds(layer):
             return Elsewhere()
         return MTPBlock(
             options,

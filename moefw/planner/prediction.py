@@ -1,10 +1,13 @@
-"""What is predicted of a spec: a rank's plan and, on a cluster, the time of a step. Imports torch only to measure."""
+"""What is predicted of a spec: a rank's plan and, on a cluster, the time of a step.
+
+Imports torch only to measure, and what predicts time only where there is a cluster.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
@@ -15,11 +18,12 @@ from moefw.planner.budget import Budget
 from moefw.planner.cluster import Cluster
 from moefw.planner.plans import ledger
 from moefw.planner.report import Ledger
-from moefw.planner.sheets import on_cluster
 from moefw.planner.time import software
-from moefw.planner.time.advice import Advice, advice
-from moefw.planner.time.forecast import HOW_TO_ADD, Forecast, forecast, lacks
 from moefw.planner.time.software import Software
+
+if TYPE_CHECKING:
+    from moefw.planner.time.advice import Advice
+    from moefw.planner.time.forecast import Forecast
 
 
 @frozen(kw_only=True)
@@ -71,6 +75,8 @@ class Prediction:
         data = self.plan.to_data()
         cluster = self.circumstances.cluster
         if cluster is not None:
+            from moefw.planner.sheets import on_cluster
+
             data["cluster"] = on_cluster(cluster, self.circumstances.cluster_name, self.plan)
         if self.time is not None:
             data["time"] = self.time.to_data()
@@ -82,7 +88,11 @@ class Prediction:
 
     def with_advice(self, assemble: Callable[[Sequence[str]], Assembly]) -> Prediction:
         """This with what to try, where the time of a step is known. ``assemble``: the spec with more overrides."""
-        return self if self.time is None else evolve(self, advice=advice(self.time, self.assembly, assemble))
+        if self.time is None:
+            return self
+        from moefw.planner.time.advice import advice
+
+        return evolve(self, advice=advice(self.time, self.assembly, assemble))
 
     def with_budget(self, tokens: float, tokens_per_s_per_gpu: float | None) -> Prediction:
         """This with what tokens cost at a speed; None: the predicted one. Raises SpecError if there is none."""
@@ -106,7 +116,11 @@ def predict(assembly: Assembly, circumstances: Circumstances, cache: Path) -> Pr
     """Prediction of a spec. ``cache``: folder of earlier ledgers. Raises SpecError for time that cannot be told."""
     plan = ledger(assembly, cache=cache)
     cluster = circumstances.cluster
-    lacking = () if cluster is None else tuple(lacks(cluster, plan, circumstances.runs))
+    if cluster is None:
+        return Prediction(assembly=assembly, plan=plan, circumstances=circumstances, time=None)
+    from moefw.planner.time.forecast import HOW_TO_ADD, lacks
+
+    lacking = tuple(lacks(cluster, plan, circumstances.runs))
     if lacking and circumstances.needs_time:
         name = circumstances.cluster_name
         what = f"--as and --skew: the cluster {name} has no {', '.join(lacking)}, which time needs."
@@ -124,5 +138,7 @@ def _time(assembly: Assembly, plan: Ledger, circumstances: Circumstances) -> For
     cluster = circumstances.cluster
     if cluster is None or circumstances.cluster_name is None or plan.unknown:
         return None
+    from moefw.planner.time.forecast import forecast
+
     name = Path(circumstances.cluster_name).stem
     return forecast(assembly, plan, cluster, name, circumstances.runs, skew=circumstances.skew)

@@ -11,17 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from moefw.recording.patches import Mode, holds_dtensor
 
 _TOPK: Final = torch.ops.aten.topk.default
-_CHOOSING: Final = (_TOPK, torch.ops.aten.sort.default, torch.ops.aten.sort.stable)
+CHOOSING: Final = (_TOPK, torch.ops.aten.sort.default, torch.ops.aten.sort.stable)
+"""Operators that choose."""
 
 
 @final
 class EvenChoice(Mode):
-    """Dispatch mode that replaces the indices of ``topk`` and ``sort`` of floating-point values. The values stay.
-
-    Row t of a ``topk`` of k among n chooses ``(t + i n / k) mod n`` for i below k. So the choices of a row are as far
-    apart as possible, and every index is chosen equally often if n / k divides the number of rows. ``sort`` keeps the
-    order.
-    """
+    """Dispatch mode in which ``topk`` and ``sort`` choose evenly (:func:`chosen_evenly`)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator; replace the indices."""
@@ -29,13 +25,23 @@ class EvenChoice(Mode):
             return NotImplemented  # its local tensors come here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func not in _CHOOSING or not args[0].is_floating_point():
-            return result
-        values, indices = result
-        dim = args[2] if func is _TOPK and len(args) > 2 else kwargs.get("dim", -1)
-        with unset_fake_temporarily():
-            even = _spread(indices.shape, dim, args[0].shape[dim])
-        return values, even if isinstance(indices, FakeTensor) else indices.copy_(even)
+        return chosen_evenly(func, args, kwargs, result) if func in CHOOSING else result
+
+
+def chosen_evenly(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Result of an operator that chooses among floating-point values, with other indices. The values stay.
+
+    Row t of a ``topk`` of k among n chooses ``(t + i n / k) mod n`` for i below k. So the choices of a row are as far
+    apart as possible, and every index is chosen equally often if n / k divides the number of rows. ``sort`` keeps the
+    order.
+    """
+    if not args[0].is_floating_point():
+        return result
+    values, indices = result
+    dim = args[2] if func is _TOPK and len(args) > 2 else kwargs.get("dim", -1)
+    with unset_fake_temporarily():
+        even = _spread(indices.shape, dim, args[0].shape[dim])
+    return values, even if isinstance(indices, FakeTensor) else indices.copy_(even)
 
 
 def _spread(shape: torch.Size, dim: int, count: int) -> Tensor:

@@ -10,12 +10,13 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from moefw.core.errors import ContractError
 from moefw.recording.collectives import WAIT, Collective, collective_of
+from moefw.recording.even_routing import CHOOSING, chosen_evenly
 from moefw.recording.known_results import KnownResults
 from moefw.recording.patches import Mode, fake_mode, holds_dtensor, meshes_with_values
 from moefw.recording.tensors import tensors_in
@@ -42,7 +43,7 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
-    """Act as ``rank`` of ``world`` ranks that all do the same.
+    """Act as ``rank`` of ``world`` ranks that all do the same. Routing is even.
 
     Tensors have shapes and no values, except those that are computed from indices alone, also across ranks. On the
     host, a missing number reads as 0.0 and a missing truth value as True; a missing integer raises ContractError.
@@ -72,10 +73,10 @@ def indices_without_values() -> Iterator[None]:
 class _RealIndices(Mode):
     """Dispatch mode that runs operators on indices alone with values, outside of the mode of fake tensors.
 
-    A tensor is fake if it has no values. Results of operators with a fake input are fake.
+    A tensor is fake if it has no values. Results of operators with a fake input are fake, except what routing chooses.
     """
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: KnownResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
 
@@ -89,21 +90,24 @@ class _RealIndices(Mode):
         tensors = tensors_in((args, kwargs))
         if not tensors:
             return self._created(func, args, kwargs)
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        num_fake = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if num_fake == 0:
             if _INDICES_HAVE_VALUES.get() and all(tensor.dtype in INDICES for tensor in tensors):
                 return self._run_with_values(func, args, kwargs)
             return func(*args, **kwargs)
         # A constant has its value although it is fake: PyTorch reads it itself.
         if func is torch.ops.aten._local_scalar_dense.default and tensors[0].constant is None:  # type: ignore[attr-defined]
             return _read(tensors[0])
-        _refuse_writes(func, args)
+        if num_fake < len(tensors):
+            _refuse_writes(func, args)
         if func is torch.ops.aten._grouped_mm.default and tensors[0].dtype is not torch.bfloat16:
             return _grouped(args, kwargs)
-        return func(*args, **kwargs)
+        result = self.fake.of(func, args, kwargs)
+        return chosen_evenly(func, args, kwargs, result) if func in CHOOSING else result
 
     def _created(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Result of an operator without tensor inputs; indices have values if they are to."""
-        result = func(*args, **kwargs)
+        result = self.fake.of(func, args, kwargs)
         if _INDICES_HAVE_VALUES.get() and isinstance(result, Tensor) and result.dtype in INDICES:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)

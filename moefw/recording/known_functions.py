@@ -155,7 +155,7 @@ class _Functions:
         except NotDescribedError:
             return result, None
         known = _Known(
-            allocations=[Allocation(life.nbytes, life.tensor, life.of_weights) for life in recorded.lives],
+            allocations=[Allocation(life.nbytes, life.made_as, life.of_weights) for life in recorded.lives],
             changes=recorded.changes,
             operators=recorded.operators,
             noted=noted,

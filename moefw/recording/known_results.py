@@ -16,9 +16,13 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_map_only
 
+from moefw.recording.tensors import tensors_in
+
 aten = torch.ops.aten
 _CONSTANTS: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of arguments that are compared by value."""
+_KNOWABLE: Final = ("aten", "moefw")
+"""Namespaces of operators whose results depend on their arguments alone. Of a third party's nothing is known."""
 _DEPENDS_ON_MORE: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view})
 """Tags of operators whose results depend on more than shapes, or that change those of their arguments."""
 _DEPENDS_ON_OFFSET: Final = (
@@ -29,15 +33,32 @@ _DEPENDS_ON_OFFSET: Final = (
 
 Views that all others make lie as far behind their tensor wherever this lies in its storage.
 """
-_VIEWS: Final = (
-    aten.as_strided.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
+_UNSEEN: Final = object()
+"""In the place of a description: the operator has not run on such arguments."""
+_DIRECT: Final = frozenset(
+    {
+        aten.as_strided.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.mm.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.squeeze.dim,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unbind.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+    }
 )
-"""Operators that cut tensors. PyTorch composes them of others for fake tensors, which takes ten times as long."""
+"""Operators that PyTorch's kernels for ``meta`` compute. For fake tensors it looks further, or composes them of others:
+that takes ten times as long."""
+_MAKE: Final = frozenset(
+    {aten.empty.memory_format, aten.empty_like.default, aten.zeros.default, aten.zeros_like.default}
+)
+"""The same of operators that make a tensor, on the device that they are given or on that of the one that it is like."""
 
 
 @frozen
@@ -77,6 +98,10 @@ class KnownResults(FakeTensorMode):
     known: ClassVar[dict[Any, Any]] = {}
     """Descriptions of the results by that of the operator and its arguments; None: they cannot be described."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache_enabled = False  # what PyTorch would remember is known here already
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # as in moefw.recording.patches.Mode
@@ -87,10 +112,10 @@ class KnownResults(FakeTensorMode):
         tensors: list[Tensor] = []
         try:
             call = self._call_described(func, args, kwargs, tensors)
-            described = self.known[call]
         except NotDescribedError:
             return self._computed(func, types, args, kwargs)
-        except KeyError:
+        described = self.known.get(call, _UNSEEN)
+        if described is _UNSEEN:
             result = self._computed(func, types, args, kwargs)
             self.known[call] = self._learned(call, args, kwargs, result)
             return result
@@ -99,13 +124,45 @@ class KnownResults(FakeTensorMode):
         (results,) = described
         return self._made(results, tensors)
 
+    def of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Results of an operator for a mode above this one: made at once if they are known.
+
+        Otherwise it runs, and PyTorch calls this mode, which takes longer than to make a result.
+        """
+        with torch._C._DisableTorchDispatch():
+            tensors: list[Tensor] = []
+            try:
+                described = self.known.get(self._call_described(func, args, kwargs, tensors))
+            except NotDescribedError:
+                described = None
+            if described is not None:
+                return self._made(described[0], tensors)
+        return func(*args, **kwargs)
+
     def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Results that PyTorch computes."""
-        if func in _VIEWS and type(args[0]) is FakeTensor and args[0].fake_mode is self:
+        devices = {self._device_of(tensor) for tensor in tensors_in((args, kwargs))}
+        if None in devices:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _MAKE:
+            device = kwargs.get("device") or next(iter(devices), torch.device("cpu"))
             with in_kernel_invocation_manager(self):
-                views = func(*args, **kwargs)
-            return tree_map_only(Tensor, lambda view: FakeTensor(self, view, args[0].fake_device), views)
+                return FakeTensor(self, func(*args, **{**kwargs, "device": torch.device("meta")}), device)
+        if func.namespace == "c10d":
+            with in_kernel_invocation_manager(self):
+                return func(*args, **kwargs)  # the arguments that it has written, and a handle
+        if func in _DIRECT and len(devices) == 1:
+            (device,) = devices
+            with in_kernel_invocation_manager(self):
+                results = func(*args, **kwargs)
+            return tree_map_only(Tensor, lambda result: FakeTensor(self, result, device), results)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _device_of(self, tensor: Tensor) -> torch.device | None:
+        """Device for which a fake tensor of this mode stands; None: it is another tensor, or one with a value."""
+        if type(tensor) is FakeTensor and tensor.fake_mode is self and tensor.constant is None:
+            return tensor.fake_device
+        return None
 
     def _call_described(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Description of an operator and its arguments, as of :meth:`described`."""
@@ -149,7 +206,7 @@ class KnownResults(FakeTensorMode):
         Results of those that are described must be the same when they are made of that.
         """
         func = call[0]
-        if not isinstance(func, OpOverload) or func.namespace != "aten" or not _DEPENDS_ON_MORE.isdisjoint(func.tags):
+        if not isinstance(func, OpOverload) or func.namespace not in _KNOWABLE or _DEPENDS_ON_MORE & set(func.tags):
             return None
         tensors: list[Tensor] = []
         try:

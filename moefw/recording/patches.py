@@ -13,11 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 class Mode(TorchDispatchMode):
@@ -29,11 +25,6 @@ class Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-
-def is_active(mode: Mode) -> bool:
-    """Whether a mode is given the operators that run now."""
-    return any(each is mode for each in _get_current_dispatch_mode_stack())
 
 
 def holds_dtensor(types: Collection[type]) -> bool:

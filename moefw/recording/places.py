@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, Final, final
 
 import torch
@@ -22,7 +23,7 @@ OUTSIDE: Final = "outside"
 _BUILD: Final = "build"
 
 
-@frozen
+@frozen(cache_hash=True)
 class Place:
     """A place in a step. ``layer`` is None outside of all regions."""
 
@@ -34,6 +35,16 @@ class Place:
     def __str__(self) -> str:
         where = self.region if self.layer is None else f"{self.region} of layer {self.layer}"
         return f"{self.phase}, {where}"
+
+
+_NOWHERE: Final = Place(_BUILD)
+"""Outside of all regions."""
+
+
+@cache
+def _during(phase: str, place: Place) -> Place:
+    """Place in a phase. Every operator asks for it."""
+    return evolve(place, phase=phase)
 
 
 Seen = Callable[[Tensor, Place], None]
@@ -69,12 +80,14 @@ class Places:
     def here(self) -> Place:
         """The place of the step now; in backward, the place where forward created the running node."""
         if self._inside:
-            return evolve(self._inside[-1], phase=self._phase)
-        if self._delayed is not None:
-            return evolve(self._delayed, phase=self._phase)
-        if self._phase == "backward":
-            return evolve(self._place_of_running_node(), phase=self._phase)
-        return Place(self._phase)
+            place = self._inside[-1]
+        elif self._delayed is not None:
+            place = self._delayed
+        elif self._phase == "backward":
+            place = self._place_of_running_node()
+        else:
+            place = _NOWHERE
+        return _during(self._phase, place)
 
     @property
     def runs_again(self) -> bool:
@@ -120,7 +133,7 @@ class Places:
             if self._phase == "forward":
                 for leaf in tree_leaves((args, kwargs)):
                     if isinstance(leaf, Tensor):
-                        self._policy_input(leaf, evolve(place, phase=self._phase))
+                        self._policy_input(leaf, _during(self._phase, place))
             return treated(*args, **kwargs)
 
         return self._marked(report_inputs_and_call, place)
@@ -161,15 +174,15 @@ class Places:
 
     def _add_border(self) -> None:
         self._border_numbers.append(torch._C._autograd._get_sequence_nr())
-        self._border_places.append(self._inside[-1] if self._inside else Place(_BUILD))
+        self._border_places.append(self._inside[-1] if self._inside else _NOWHERE)
 
     def _place_of_running_node(self) -> Place:
         """Place where forward created the node that backward runs now."""
         node = torch._C._current_autograd_node()
         if node is None or not self._border_numbers:
-            return Place(_BUILD)
+            return _NOWHERE
         last_border_before = bisect_right(self._border_numbers, node._sequence_nr()) - 1
-        return self._border_places[last_border_before] if last_border_before >= 0 else Place(_BUILD)
+        return self._border_places[last_border_before] if last_border_before >= 0 else _NOWHERE
 
 
 @final

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,6 @@ from attrs import frozen
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdKeyDictionary
 
 from moefw.recording.collectives import WAIT
 from moefw.recording.patches import Mode, fake_mode, holds_dtensor, resizes_told
@@ -50,8 +49,8 @@ class Life:
     nbytes: int
     began: int
     made_in: Place
-    tensor: str
-    """The operator that allocated it, and the dtype and shape of its result."""
+    made_as: Sequence[Any]
+    """The operator that allocated it, and the dtype and shape of its result; empty: it was resized."""
     of_weights: bool
     """Whether it was computed from parameters alone: a copy in another dtype."""
     ended: int = FOREVER
@@ -61,6 +60,14 @@ class Life:
     """The first region with a memory policy that it is an input of, in forward."""
     kind: str | None = None
     """Label, such as ``parameters``; None: no label."""
+
+    @property
+    def tensor(self) -> str:
+        """The operator that allocated it, and the dtype and shape of its result."""
+        if not self.made_as:
+            return "resize"
+        operator, dtype, shape = self.made_as
+        return f"{operator} {str(dtype).removeprefix('torch.')}{list(shape)}"
 
     def alive(self, moment: int) -> bool:
         """Whether the storage is in use at ``moment``."""
@@ -82,7 +89,7 @@ class Allocation:
     """A storage as an operator allocates it, wherever that is: see :class:`Life`."""
 
     nbytes: int
-    tensor: str
+    made_as: Sequence[Any]
     of_weights: bool
 
 
@@ -93,6 +100,17 @@ class Recorded:
     lives: Sequence[Life]
     changes: Sequence[int]
     operators: frozenset[Any]
+
+
+@final
+class _Known(weakref.ref[Storage]):
+    """Reference to a storage, with its life; None: it has no bytes."""
+
+    __slots__ = ("key", "life")
+
+    key: int
+    """The storage's ``id``, which another one may get when it is freed."""
+    life: Life | None
 
 
 @final
@@ -109,13 +127,15 @@ class Recorder(Mode):
         self.lives: list[Life] = []
         self.now = 0
         self.off_device: Counter[Place] = Counter()
+        self.listeners: list[Callable[[Any, Any, Any, Any], None]] = []
+        """Called with each operator, its arguments by position and by name, and its result."""
         self._operators: set[Any] = set()
         self.peak_bytes = 0
         self.peak_moment = 0
         self.peak_place = self.places.here
         self._in_use = 0
-        self._lives: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
-        """The life of each known storage; None: it has no bytes."""
+        self._known: dict[int, _Known] = {}
+        """The known storages by their ``id``. One reference each: a weak dictionary would make two for every look."""
         self._off_device: set[Storage] = set()
         """Storages in host memory."""
         self._fake: Any = None
@@ -133,15 +153,16 @@ class Recorder(Mode):
 
     def of(self, tensors: Iterable[Tensor]) -> Iterator[Life]:
         """Yield the storages of tensors, each once."""
-        for storage in dict.fromkeys(storage for tensor in tensors for storage in _storages(tensor)):
-            life = self._lives.get(storage)
-            if life is not None:
-                yield life
+        keys = dict.fromkeys(id(storage) for tensor in tensors for storage in _storages(tensor))
+        for key in keys:
+            known = self._known.get(key)
+            if known is not None and known.life is not None:
+                yield known.life
 
     def life_of(self, tensor: Tensor) -> Life | None:
         """Storage of a tensor; None if no operator returned it, or it has no bytes."""
-        life: Life | None = self._lives.get(tensor.untyped_storage())
-        return life
+        known = self._known.get(id(tensor.untyped_storage()))
+        return None if known is None else known.life
 
     def recorded_apart(self, run: Callable[[], T]) -> tuple[T, Recorded | None]:
         """Result of a function that is recorded as usual, and what was recorded.
@@ -176,13 +197,12 @@ class Recorder(Mode):
                 self._end(lives[~change])
                 continue
             allocation = allocations[change]
-            lives[change] = self._begin(allocation.nbytes, allocation.tensor, of_weights=allocation.of_weights)
+            lives[change] = self._begin(allocation.nbytes, allocation.made_as, of_weights=allocation.of_weights)
         return [lives[number] for number in range(len(allocations))]
 
     def attach(self, storage: Storage, life: Life) -> None:
         """Let a life that has begun end with a storage."""
-        self._lives[storage] = life
-        weakref.finalize(storage, self._end, life).atexit = False
+        self._know(storage).life = life
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Label the storages of tensors."""
@@ -199,7 +219,7 @@ class Recorder(Mode):
 
     def is_off_device(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in host memory."""
-        return bool(self._off_device) and _storages(tensor) <= self._off_device
+        return bool(self._off_device) and self._off_device.issuperset(_storages(tensor))
 
     def alive(self, moment: int) -> Iterator[Life]:
         """Yield the storages in use at a moment."""
@@ -208,7 +228,7 @@ class Recorder(Mode):
     def __enter__(self) -> Recorder:
         """Start recording."""
         self._fake = fake_mode()
-        self._resizes = resizes_told(self._note_size)
+        self._resizes = resizes_told(self._resized)
         self._resizes.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -233,56 +253,72 @@ class Recorder(Mode):
             for tensor in tensors_in(result):
                 if _has_memory(tensor):
                     self._note_result(tensor, func, made_of)
+            for listener in self.listeners:
+                listener(func, args, kwargs, result)
         return result
 
     def _note_result(self, tensor: Tensor, func: Any, made_of: _MadeOf) -> None:
         """Begin the lives of a result's storages that are not known, and note new sizes of those that are."""
         storages = _storages(tensor)
-        if account().in_host_memory and not storages <= self._off_device:
-            new_storages = storages - self._off_device
+        if account().in_host_memory and not self._off_device.issuperset(storages):
+            new_storages = set(storages) - self._off_device
             self._off_device |= new_storages
             self.off_device[self.places.here] += sum(storage.nbytes() for storage in new_storages)
-        if storages <= self._off_device or self._is_view_of_unknown(storages, func):
+        if self.is_off_device(tensor) or self._is_view_of_unknown(storages, func):
             return
         for storage in storages:
-            if storage in self._lives:
-                self._note_size(storage)
+            known = self._known.get(id(storage))
+            if known is not None:
+                self._note_size(storage, known)
             else:
-                name = f"{func} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-                self._begin_with(storage, name, of_weights=made_of.weights)
+                made_as = func, tensor.dtype, tensor.shape
+                self._know(storage).life = self._begin_with(storage, made_as, of_weights=made_of.weights)
 
-    def _is_view_of_unknown(self, storages: set[Storage], func: Any) -> bool:
+    def _is_view_of_unknown(self, storages: Collection[Storage], func: Any) -> bool:
         """Whether a tensor is in memory that no operator returned: a backend allocated it, as gloo does."""
         is_view = getattr(func, "is_view", False) and func is not torch.ops.aten.lift_fresh.default
-        return is_view and not any(storage in self._lives for storage in storages)
+        return is_view and not any(id(storage) in self._known for storage in storages)
 
-    def _note_size(self, storage: Storage) -> None:
+    def _resized(self, storage: Storage) -> None:
+        """Note the size of a storage, if it is known."""
+        known = self._known.get(id(storage))
+        if known is not None:
+            self._note_size(storage, known)
+
+    def _note_size(self, storage: Storage, known: _Known) -> None:
         """End the life of a known storage if it has another size now, and begin another one."""
-        if storage not in self._lives:
-            return
-        life = self._lives[storage]
-        known_nbytes = 0 if life is None else life.nbytes
+        known_nbytes = 0 if known.life is None else known.life.nbytes
         if storage.nbytes() == known_nbytes:
             return
-        if life is not None:
-            self._end(life)
-        self._begin_with(storage, "resize", of_weights=False)
+        if known.life is not None:
+            self._end(known.life)
+        known.life = self._begin_with(storage, (), of_weights=False)
 
-    def _begin_with(self, storage: Storage, name: str, *, of_weights: bool) -> None:
-        """Begin the life of a storage, if it has bytes."""
-        if storage.nbytes():
-            self.attach(storage, self._begin(storage.nbytes(), name, of_weights=of_weights))
-        else:
-            self._lives[storage] = None
+    def _know(self, storage: Storage) -> _Known:
+        """Reference to a storage that is known from now on until it is freed, which ends its life."""
+        known = _Known(storage, self._freed)
+        known.key = id(storage)
+        self._known[known.key] = known
+        return known
 
-    def _begin(self, nbytes: int, name: str, *, of_weights: bool) -> Life:
+    def _freed(self, known: _Known) -> None:
+        del self._known[known.key]
+        if known.life is not None:
+            self._end(known.life)
+
+    def _begin_with(self, storage: Storage, made_as: Sequence[Any], *, of_weights: bool) -> Life | None:
+        """Life of a storage that begins now; None if it has no bytes."""
+        nbytes = storage.nbytes()
+        return self._begin(nbytes, made_as, of_weights=of_weights) if nbytes else None
+
+    def _begin(self, nbytes: int, made_as: Sequence[Any], *, of_weights: bool) -> Life:
         """A life that begins now."""
         self.now += 1
         life = Life(
             nbytes=nbytes,
             began=self.now,
             made_in=self.places.here,
-            tensor=name,
+            made_as=made_as,
             of_weights=of_weights,
             kind=OPERANDS if account().made_for_step else None,
         )
@@ -291,15 +327,14 @@ class Recorder(Mode):
         if self._in_use > self.peak_bytes:
             self.peak_bytes = self._in_use
             self.peak_moment = self.now
-            self.peak_place = self.places.here
+            self.peak_place = life.made_in
         return life
 
     def _end(self, life: Life) -> None:
-        """End a life, unless a new size of its storage has ended it before the storage was freed."""
-        if life.ended == FOREVER:
-            self.now += 1
-            life.ended = self.now
-            self._in_use -= life.nbytes
+        """End a life."""
+        self.now += 1
+        life.ended = self.now
+        self._in_use -= life.nbytes
 
     def _note_saved(self, tensor: Tensor, place: Place) -> None:
         for life in self.of([tensor]):
@@ -331,9 +366,9 @@ def _has_memory(tensor: Tensor) -> bool:
     return device != META
 
 
-def _storages(tensor: Tensor) -> set[Storage]:
+def _storages(tensor: Tensor) -> Collection[Storage]:
     """Storages of a tensor, or of the tensors that a subclass wraps."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return {tensor.untyped_storage()}
+    if type(tensor) is FakeTensor or not is_traceable_wrapper_subclass(tensor):
+        return (tensor.untyped_storage(),)
     names, _ = tensor.__tensor_flatten__()
     return {storage for name in names for storage in _storages(getattr(tensor, name))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.known_results import KnownResults
 
 aten = torch.ops.aten
@@ -31,6 +33,8 @@ def results() -> Iterator[Any]:
     )
     yield from (x[:3].t(), x[3:].t(), rows[1:, 2:].flatten(), rows[2:, 4:].flatten(), x[:2] + 1, x[4:] + 1)
     yield from (x[:2].view(torch.uint8), x[4:].view(torch.uint8))
+    yield from (rows.detach(), rows.transpose(0, 1), x[:1].squeeze(0), x[:1].expand(4, 8), x.view(2, 24), rows.view(32))
+    yield from (torch.empty_like(rows.t()), torch.zeros_like(y, dtype=torch.float32), torch.zeros(2, 3), torch.empty(0))
     yield from (x + 1, x + y, y + 1, y * 1.0, x.bfloat16(), y.t() @ x.bfloat16(), x.sum(), x.sum(0, keepdim=True))
     yield from x.split([1, 2, 3])
     yield from rows.split([1, 3])
@@ -45,9 +49,9 @@ def results() -> Iterator[Any]:
     yield x[1:] @ x
 
 
-def described(mode: FakeTensorMode) -> list[Any]:
-    """Return what is seen of the results in a mode, and which of them share memory."""
-    with mode:
+def described(block: AbstractContextManager[Any]) -> list[Any]:
+    """Return what is seen of the results in a block, and which of them share memory."""
+    with block:
         tensors = [*results()]
     memory = [tensor.untyped_storage()._cdata for tensor in tensors]
     return [(*_sizes(tensor), memory.index(own)) for tensor, own in zip(tensors, memory, strict=True)]
@@ -63,6 +67,7 @@ def test_results_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = described(FakeTensorMode())
     assert described(KnownResults()) == computed
     assert described(KnownResults()) == computed  # now of their descriptions
+    assert described(fake_tensor_world(0, 1)) == computed  # found by a mode above
     known = [call for call, results in KnownResults.known.items() if results is not None]
     assert {call[0].overloadpacket for call in known} >= {
         aten.add,
@@ -88,3 +93,4 @@ def test_values_that_the_host_knows_are_not_forgotten() -> None:
     with KnownResults():
         for number in (2, 3):
             assert int(torch.tensor(number)) == number
+            assert int(torch.tensor(number).detach()) == number

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -371,7 +372,8 @@ def test_the_plan_is_of_the_stage_that_needs_most(monkeypatch: pytest.MonkeyPatc
     assert alike_positions(assembly, 4) == {0: [0], 1: [1, 2], 3: [3]}
     peaks = {0: 5, 1: 9, 3: 7}
     monkeypatch.setattr(
-        "moefw.planner.measurement.measure._under_policies", lambda *given: _told(given[2], peaks[given[2]])
+        "moefw.planner.measurement.measure._under_policies",
+        lambda *given: SimpleNamespace(ledger=_told(given[2], peaks[given[2]])),
     )
     assert measure_plan(assembly, 4).position == 1
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ledger_cases import ATTENTION, BUDGET, MODEL, RUN, TRAIN, assembly_of, offload, recompute
 from moefw.planner.measurement import measure as measurement
 from moefw.planner.measurement.layers import alike_positions
-from moefw.planner.measurement.measure import measure, measure_at
+from moefw.planner.measurement.measure import measure, measure_at, recorded
 from moefw.planner.measurement.usage import Usage
 from moefw.recording.known_results import KnownResults
 from moefw.runtime import optimizer_states
@@ -55,6 +55,7 @@ SPECS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
         },
     ),
     "gathered for each pass": (8, {"parallel": sharded(3)}),
+    "gathered for each pass, recomputed": (8, {"parallel": sharded(3), "memory": [recompute("attn_norm", "router")]}),
     "gathered once": (8, {"parallel": sharded(2)}),
     "reduced once, pages": (8, {"parallel": sharded(1), "dispatch": BUDGET, "memory": STASH}),
     "without stages, merged": (4, {"parallel": {"experts": {"ep": 4}}, "pipeline": {"use": "merged"}}),
@@ -91,6 +92,7 @@ MICRO_BATCHES: Final = 6
         "dualpipe-v, merged, recomputed",
         "mxfp8, merged, recomputed",
         "nvfp4",
+        "gathered for each pass, recomputed",
     ),
 )
 def test_a_ledger_is_that_of_all_measurements(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +103,9 @@ def test_a_ledger_is_that_of_all_measurements(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(KnownResults, "__torch_dispatch__", FakeTensorMode.__torch_dispatch__)
     monkeypatch.setattr(measurement, "functions_known", lambda *given: nullcontext())
     monkeypatch.setattr(Usage, "most_before_gradients", lambda usage: 2**62)
+    monkeypatch.setattr(
+        "moefw.planner.measurement.measure.recorded", lambda *given, only=None, **options: recorded(*given, **options)
+    )
     at = {position: measure_at(assembly, MICRO_BATCHES, position) for position in alike_positions(assembly, 6)}
     assert evolve(found, positions=(), flops_per_token=None) == at[found.position]
     assert [position.peak_bytes for position in found.positions] == [ledger.peak_bytes for ledger in at.values()]

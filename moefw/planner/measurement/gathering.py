@@ -8,7 +8,8 @@ micro-batch of a step alone, and what they have gathered is memory of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, final
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side, Zero
+from moefw.planner.measurement.layers import RunLayer
 from moefw.planner.measurement.operations import Operations
 from moefw.recording.recorder import GATHERED, GRADIENTS, PARAMETERS, Recorder
 from moefw.runtime.accounting import done_for_step, made_for_step
@@ -38,22 +40,33 @@ class Gathering:
     ``shards``: the shape of this rank's shard of each parameter. ``operations`` is told FSDP's collectives and copies.
     ``reduced_once``: when units of ZeRO 1 reduce gradients (:data:`Reduced`). Until then their parameters have
     gradients in fp32. ``is_first``: whether the micro-batch is the first of its step, in which units of ZeRO 1 and 2
-    gather. ``step``: the weights that micro-batches share, once the step has begun.
+    gather. ``only``: the layers that are built, if others are left out. ``step``: the weights that micro-batches share,
+    once the step has begun.
     """
 
     step: StepWeights
 
     def __init__(
-        self, layout: Layout, recorder: Recorder, operations: Operations, *, reduced_once: Reduced, is_first: bool
+        self,
+        layout: Layout,
+        recorder: Recorder,
+        operations: Operations,
+        *,
+        reduced_once: Reduced,
+        is_first: bool,
+        only: Sequence[RunLayer] | None = None,
     ) -> None:
         self.layout = layout
         self.recorder = recorder
         self.operations = operations
         self.reduced_once = reduced_once
         self.is_first = is_first
+        self._only = only
         self.units: list[Unit] = []
         self.root_unit: Unit | None = None
         self.shards: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._copies: dict[Side, Sequence[Sequence[int]]] = {}
+        """The ranks that hold the same parameters of a side: lists of thousands, for hundreds of units."""
 
     def add_up(self, gathered: nn.Parameter, stored: nn.Parameter) -> None:
         """Let micro-batches add up the gradients of a gathered parameter."""
@@ -90,8 +103,15 @@ class Gathering:
         return module
 
     def root(self, model: M, apart: Set[nn.Parameter]) -> M:
-        """Make all parameters outside units one more unit, ``root_unit``, around the calls of all others."""
-        self.root_unit = self._unit(model, "dense", dtype=None, codec=None, name="", apart=apart)
+        """Make all parameters outside units one more unit, ``root_unit``, around the calls of all others.
+
+        Those of a layer count for all layers that it stands for and that are not built.
+        """
+        layers: Any = model.layers if self._only else ()
+        alike = {
+            parameter: layer.stands_for for layer in self._only or () for parameter in layers[layer.number].parameters()
+        }
+        self.root_unit = self._unit(model, "dense", dtype=None, codec=None, name="", apart=apart, alike=alike)
         if self.root_unit is not None:
             for unit in self.units:
                 unit.order = self.root_unit.order
@@ -106,9 +126,12 @@ class Gathering:
         codec: WeightCodec | None,
         name: str,
         apart: Set[nn.Parameter],
+        alike: Mapping[nn.Parameter, int] = MappingProxyType({}),
     ) -> Unit | None:
         """Unit of the module's parameters that are in none yet, or None if no other rank shares them."""
-        rows = self.layout.plan.copies(self.layout.rank, side)
+        if side not in self._copies:
+            self._copies[side] = self.layout.plan.copies(self.layout.rank, side)
+        rows = self._copies[side]
         if len(rows[0]) == 1:
             return None
         unit = Unit(self, rows, self.layout.plan.zero(side))
@@ -120,7 +143,14 @@ class Gathering:
                 if codec_of_matrix is not None:
                     full_name = ".".join(filter(None, (name, path, key)))
                     codec_of_matrix.require(full_name, parameter.shape, unit.shards)
-                sharded = _Sharded(owner=owner, key=key, parameter=parameter, dtype=dtype, codec=codec_of_matrix)
+                sharded = _Sharded(
+                    owner=owner,
+                    key=key,
+                    parameter=parameter,
+                    dtype=dtype,
+                    codec=codec_of_matrix,
+                    count=alike.get(parameter, 1),
+                )
                 self.shards[parameter] = unit.add(sharded)
         self.units.append(unit)
         return unit
@@ -143,13 +173,14 @@ class _Order:
 
 @frozen(eq=False)
 class _Sharded:
-    """A parameter of a module, and the dtype or codec in which it is gathered."""
+    """A parameter of a module, the dtype or codec in which it is gathered, and how many it stands for."""
 
     owner: nn.Module
     key: str
     parameter: nn.Parameter
     dtype: torch.dtype | None
     codec: WeightCodec | None
+    count: int
 
 
 State = Literal["idle", "forward", "backward", "done"]
@@ -216,7 +247,7 @@ class Unit:
         self._to_gather.append(sharded)
         self.parameters.append(sharded.parameter)
         if sharded.parameter.requires_grad:
-            self.elements += sharded.parameter.numel() * self._padded(shape[0], dim) // shape[0]
+            self.elements += sharded.count * (sharded.parameter.numel() * self._padded(shape[0], dim) // shape[0])
         return tuple(-(-size // self.shards) if axis == dim else size for axis, size in enumerate(shape))
 
     def _dim(self, sharded: _Sharded) -> int:
@@ -239,25 +270,25 @@ class Unit:
         """Replace a parameter by one as it is gathered, and count its bytes."""
         if isinstance(sharded.parameter, CodedWeight):  # it is gathered as it is stored
             sharing = Sharing(sharded.parameter.format, sharded.parameter.shape, self.shards)
-            self._nbytes += self.shards * sharing.bytes_of_share
+            self._nbytes += sharded.count * self.shards * sharing.bytes_of_share
             return sharded.parameter
         dim = self._dim(sharded)
-        stored = sharded.parameter.detach()
+        stored = sharded.parameter
         value: Tensor
         if sharded.codec is None:
             value = torch.empty_like(stored, dtype=sharded.dtype or stored.dtype)
             nbytes = value.nbytes
         else:
-            parts = sharded.codec.encode(stored)
+            parts = sharded.codec.encode(stored.detach())
             value = GatheredWeight(parts, sharded.codec.rows)
             nbytes = sum(part.nbytes for part in parts)
-        self._nbytes += nbytes * self._padded(len(value), dim) // len(value)
+        self._nbytes += sharded.count * (nbytes * self._padded(len(value), dim) // len(value))
         if dim > 0:
-            self._reordered += nbytes
+            self._reordered += sharded.count * nbytes
         if sharded.codec is not None:
-            self._encoded += nbytes // self.shards
+            self._encoded += sharded.count * (nbytes // self.shards)
         elif value.dtype != stored.dtype:
-            self._cast += nbytes // self.shards
+            self._cast += sharded.count * (nbytes // self.shards)
         gathered = nn.Parameter(value, requires_grad=sharded.parameter.requires_grad)
         setattr(sharded.owner, sharded.key, gathered)
         self.sharding.shards[gathered] = self.sharding.shards.pop(sharded.parameter)

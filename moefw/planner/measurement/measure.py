@@ -20,12 +20,11 @@ from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPolicyPlugin, Plugin, PrecisionPlugin
 from moefw.core.records import Pass
 from moefw.planner.measurement.gradient_sums import GradientSums
-from moefw.planner.measurement.layers import alike_positions
+from moefw.planner.measurement.layers import RunLayer, alike_positions
 from moefw.planner.measurement.micro_batch import BUFFERS, FP32, POOL, MicroBatch
 from moefw.planner.measurement.optimizer_states import measure_states
 from moefw.planner.measurement.usage import Usage
 from moefw.planner.report import Held, Ledger, Peak, Position, RegionTotals, model_flops
-from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.known_functions import functions_known
 from moefw.recording.places import OUTSIDE, Place
@@ -51,13 +50,14 @@ def measure(assembly: Assembly, micro_batches: int) -> Ledger:
     or needs values.
     """
     alike = alike_positions(assembly, micro_batches)
-    ledgers = [_under_policies(assembly, micro_batches, position) for position in alike]
+    measured = [_under_policies(assembly, micro_batches, position) for position in alike]
     positions = tuple(
-        Position(at=tuple(at), peak_bytes=ledger.peak_bytes, work=ledger.work)
-        for ledger, at in zip(ledgers, alike.values(), strict=True)
+        Position(at=tuple(at), peak_bytes=each.ledger.peak_bytes, work=each.ledger.work)
+        for each, at in zip(measured, alike.values(), strict=True)
     )
-    worst = max(ledgers, key=lambda ledger: (ledger.peak_bytes or 0, ledger.held.device))
-    flops = None if any(ledger.unknown for ledger in ledgers) else _flops_per_token(assembly, positions, worst)
+    worst = max(measured, key=lambda each: (each.ledger.peak_bytes or 0, each.ledger.held.device))
+    known = all(not each.ledger.unknown for each in measured)
+    flops = _flops_per_token(assembly, positions, worst.ledger) if known else None
     return evolve(_beside_no_policies(assembly, worst), positions=positions, flops_per_token=flops)
 
 
@@ -90,27 +90,36 @@ def measure_at(assembly: Assembly, count: int, position: int) -> Ledger:
     return _beside_no_policies(assembly, _under_policies(assembly, count, position))
 
 
-def _under_policies(assembly: Assembly, count: int, position: int) -> Ledger:
-    """The same, without the bytes that regions would save without policies."""
+@frozen
+class _Recorded:
+    """Ledger of a position without the bytes that regions would save without policies, and the layers that ran."""
+
+    ledger: Ledger
+    layers: Sequence[RunLayer] = ()
+
+
+def _under_policies(assembly: Assembly, count: int, position: int) -> _Recorded:
+    """Ledger of a position, and the layers that ran for it; none if it is unknown."""
     try:
-        ledger = _ledger(assembly, count, position)
+        recorded_position = _ledger(assembly, count, position)
     except (MoefwError, RuntimeError) as error:
         held = _held(_that_builds(assembly), count, position)
-        unknown = evolve(held, unknown=str(error))
+        unknown = _Recorded(evolve(held, unknown=str(error)))
         in_place = stand_ins(assembly)
         if not in_place:
             return unknown
         try:
-            ledger = _ledger(_with_stand_ins(assembly), count, position)
+            modelled = _ledger(_with_stand_ins(assembly), count, position)
         except (MoefwError, RuntimeError):
             return unknown
-        modelled = tuple(f"{section}: measured as {part!r}" for section, part in in_place.items())
-        return evolve(ledger, modelled=modelled)
-    return ledger
+        told = tuple(f"{section}: measured as {part!r}" for section, part in in_place.items())
+        return evolve(modelled, ledger=evolve(modelled.ledger, modelled=told))
+    return recorded_position
 
 
-def _beside_no_policies(assembly: Assembly, ledger: Ledger) -> Ledger:
+def _beside_no_policies(assembly: Assembly, measured: _Recorded) -> Ledger:
     """Ledger whose regions tell the bytes that they would save without policies, too."""
+    ledger = measured.ledger
     if ledger.unknown:
         return ledger
     if not assembly.parts.memory:
@@ -118,7 +127,11 @@ def _beside_no_policies(assembly: Assembly, ledger: Ledger) -> Ledger:
         return evolve(ledger, regions=rows)
     runs = _with_stand_ins(assembly) if ledger.modelled else assembly
     without_policies = evolve(runs, parts=evolve(runs.parts, memory=()))
-    with recorded(without_policies, ledger.micro_batches, ledger.position, gradients=False) as (batch, _, _):
+    with recorded(without_policies, ledger.micro_batches, ledger.position, gradients=False, only=measured.layers) as (
+        batch,
+        _,
+        _,
+    ):
         batch.forward()
         return evolve(ledger, regions=_with_bytes_without_policies(ledger.regions, _regions(batch)))
 
@@ -136,11 +149,11 @@ def stand_ins(assembly: Assembly) -> dict[str, Plugin]:
     return {name: part.planned_as() for name, part in parts.items() if part.planned_as() != part}
 
 
-def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
-    """Ledger at a position. Its peak is that of a micro-batch or that of the update, if this is larger.
+def _ledger(assembly: Assembly, count: int, position: int) -> _Recorded:
+    """Ledger at a position, and the layers that ran.
 
-    A graph of a step keeps the memory of its micro-batches, also while the optimizer updates, and while an evaluation
-    runs: then it is the sum of both.
+    Its peak is that of a micro-batch or that of the update, if this is larger. A graph of a step keeps the memory of
+    its micro-batches, also while the optimizer updates, and while an evaluation runs: then it is the sum of both.
 
     A micro-batch behind the first one begins with gradients, and needs more than the first. In a pipeline, a pass
     before there are gradients may have more micro-batches in flight than any pass later; and where passes are merged,
@@ -162,6 +175,7 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
         if assembly.spec.train.graphs == "step":
             peaks.append(evolve(peaks[0], passing=peaks[0].passing + ledger.held.step_passing))
         ledger = evolve(ledger, regions=regions, work=tuple(batch.work()), pools=pools)
+        layers = batch.layers
         gathers_once = batch.gathers_once
         most_before_gradients = usage.most_before_gradients() if has_schedule else 0
     if assembly.spec.train.graphs == "step":
@@ -173,7 +187,7 @@ def _ledger(assembly: Assembly, count: int, position: int) -> Ledger:
             batch.forward()
             batch.backward()
             peaks.append(Usage(batch, gradients=False).peak(all_gradients))
-    return evolve(ledger, peak=max(peaks, key=lambda peak: peak.total))
+    return _Recorded(evolve(ledger, peak=max(peaks, key=lambda peak: peak.total)), layers)
 
 
 def _evaluation(assembly: Assembly, position: int, batch_bytes: int) -> int:
@@ -200,9 +214,11 @@ def recorded(
     gradients: bool,
     passes: Sequence[Pass] = TRAINING,
     by_phase: bool = False,
+    only: Sequence[RunLayer] | None = None,
 ) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
     """Open the first rank of a position on pp: a recorded micro-batch that has not run, the layout, what parts share.
 
+    ``only``: the layers that are built and run; None: all are built, and some are chosen to run.
     All inside lies on tensors without memory, and routing is even.
     """
     recorder = Recorder()
@@ -211,11 +227,12 @@ def recorded(
     rank = next(rank for rank in range(plan.world) if plan.coordinates(rank).get("pp", 0) == position)
     with ExitStack() as stack:
         stack.enter_context(fake_tensor_world(rank, plan.world))
-        stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
         stack.enter_context(recorder)
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
-        batch = MicroBatch(assembly, layout, shared, recorder, count=count, gradients=gradients, by_phase=by_phase)
+        batch = MicroBatch(
+            assembly, layout, shared, recorder, count=count, gradients=gradients, by_phase=by_phase, only=only
+        )
         stack.enter_context(batch.weights_shared(passes))
         stack.enter_context(functions_known(recorder, batch.operations))
         yield batch, layout, shared
@@ -240,10 +257,11 @@ def with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> 
     sums.note()
     # The update needs the gradients of what this rank stores, in fp32, where micro-batches add up in another dtype or
     # in whole parameters. Gradients are added up over ranks before the optimizer allocates, so only the larger counts.
-    gradients_for_update = sum(masters.values()) - batch.main_gradients()
+    gradients = batch.main_gradients()
+    gradients_for_update = sum(masters.values()) - gradients
     held = Held(
         parameters=sum(masters.values()) + frozen,
-        gradients=batch.main_gradients(),
+        gradients=gradients,
         optimizer=states.device,
         buffers=buffers,
         batch=copies_of_batch * (count * bytes_per_token * tokens + INT64 * train.micro_batch),

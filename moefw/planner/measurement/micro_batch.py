@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -54,7 +54,9 @@ class MicroBatch:
 
     ``count``: the number of micro-batches of a step. ``gradients``: whether gradients of an earlier micro-batch exist
     when this one begins. ``by_phase``: whether each phase has a graph of its own although the assembly's schedule does
-    not ask for that. ``layers``: the layers that run. ``offloaded``: bytes of host memory by place.
+    not ask for that. ``only``: the layers that are built and run, of an earlier recording, which has noted their work;
+    None: these are chosen, and all are built. ``layers``: the layers that run. ``offloaded``: bytes of host memory by
+    place.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class MicroBatch:
         count: int,
         gradients: bool,
         by_phase: bool = False,
+        only: Sequence[RunLayer] | None = None,
     ) -> None:
         self.assembly = assembly
         self.recorder = recorder
@@ -76,13 +79,24 @@ class MicroBatch:
         if count > 1:
             self._reduced_once = "later" if is_played or not gradients else "step"
         self._is_first = not gradients
+        self._only = only
         self.operations = Operations(recorder, layout)
+        self._noting: AbstractContextManager[Any] = self.operations if only is None else nullcontext()
         self.sharding: Gathering | None = None
         model: Any = build_model(
-            assembly, layout, torch.device("cpu"), shared, shard_by=self._shard_by, watch=recorder.places
+            assembly,
+            layout,
+            torch.device("cpu"),
+            shared,
+            shard_by=self._shard_by,
+            watch=recorder.places,
+            only=None if only is None else [layer.number for layer in only],
         )
         self.model = model
-        if isinstance(self.model, InPhases):
+        self.layers: Sequence[RunLayer]
+        if only is not None:
+            self.layers = only
+        elif isinstance(self.model, InPhases):
             self.layers = run_layers(assembly, self.model)
         else:
             self.layers = [RunLayer(number) for number in range(assembly.site.num_layers)]
@@ -126,6 +140,7 @@ class MicroBatch:
             self.operations,
             reduced_once=self._reduced_once,
             is_first=self._is_first,
+            only=self._only,
         )
         return self.sharding
 
@@ -168,7 +183,7 @@ class MicroBatch:
         if self.steps:
             self._forward_in_stages(batch)
         else:
-            with recorder.places.phase("forward"), self.operations:
+            with recorder.places.phase("forward"), self._noting:
                 self._loss = self._forward(batch)
         self.turn = recorder.now
         self.offloaded.update(recorder.off_device)
@@ -180,14 +195,14 @@ class MicroBatch:
         if self._played is not None:
             for _, output in self._played:
                 assert output is None, "all forwards come before the first backward"
-            with recorder.places.phase("backward"), self.operations:
+            with recorder.places.phase("backward"), self._noting:
                 for unit in self.units:
                     if unit.adds_up_whole:
                         unit.reduce_once()
         else:
             assert loss is not None, "forward comes before backward"
             self._loss = None  # like ``del loss`` below: a reference to the graph would keep its storages in use
-            with recorder.places.phase("backward"), self.operations:
+            with recorder.places.phase("backward"), self._noting:
                 loss.backward()
                 del loss
                 self._end_units()
@@ -261,7 +276,7 @@ class MicroBatch:
     def _pass(self, action: Action, beside: Action | None) -> Iterator[None]:
         """Record one pass of a stage."""
         began = max((window.stop for window in self.passes.values()), default=self.begin)
-        with self.recorder.places.phase("forward" if action.kind == "F" else "backward"), self.operations:
+        with self.recorder.places.phase("forward" if action.kind == "F" else "backward"), self._noting:
             yield
             if action.kind != "F":
                 self._end_units()

@@ -26,9 +26,8 @@ from moefw.core.contracts import Layout
 from moefw.core.stages import ExpertBatch
 from moefw.planner.report import AGAIN, OnHost, Product, Transfer, Work
 from moefw.recording.collectives import WAIT, collective_of
-from moefw.recording.patches import Mode, fake_mode, holds_dtensor, is_active
 from moefw.recording.places import Place
-from moefw.recording.recorder import DEVICE, Life, Recorder
+from moefw.recording.recorder import Life, Recorder
 from moefw.recording.tensors import tensors_in
 from moefw.runtime.accounting import Codes, Core, account
 from moefw.runtime.parallel.holders import STAGE
@@ -63,6 +62,20 @@ class _Done:
     operators: int = 0
     nbytes: int = 0
     on_host: OnHost = OnHost()
+
+
+@frozen(kw_only=True)
+class _Group:
+    """Ranks of a collective: its name, and the positions of this rank's peers in its node and in other nodes.
+
+    ``span``: from the first rank to the last.
+    """
+
+    name: str
+    size: int
+    span: int
+    in_node: Sequence[int]
+    elsewhere: Sequence[int]
 
 
 @frozen
@@ -111,20 +124,20 @@ class _NotedInKernel:
 
 
 @final
-class Operations(Mode):
-    """Dispatch mode that notes the operators of a model by layer, region and pass, in forward and backward.
+class Operations:
+    """Notes the operators of a model by layer, region and pass, in forward and backward, while it is entered.
 
     A product in backward is a weight gradient if neither operand is a weight and the result has the shape of one.
     """
 
     def __init__(self, recorder: Recorder, layout: Layout) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.layout = layout
         self._weights: set[frozenset[int]] = set()
         """The two sizes of each matrix among the weights, in either order: a gradient may come transposed."""
-        self._fake = fake_mode()
         self._done: dict[tuple[Place, str], _Done] = {}
+        self._groups: dict[tuple[int, ...], _Group] = {}
+        """What is known of groups by their ranks, of which there may be thousands."""
         self._kernel: _Kernel | None = None
         """The kernel in whose place operators ran last."""
         self._of_weights: set[Life] = set()
@@ -142,16 +155,23 @@ class Operations(Mode):
         """Remember the shapes of the model's weights."""
         self._weights = {frozenset(parameter.shape[-2:]) for parameter in model.parameters() if parameter.dim() > 1}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and note it."""
-        if func is DEVICE:
-            return args[0].device
-        if holds_dtensor(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func.is_view or func.namespace == "prim" or fake_mode() is not self._fake:
-            return result  # in another fake mode, DTensor computes shapes
+    def __enter__(self) -> Operations:
+        """Begin to note."""
+        self.recorder.listeners.append(self._ran)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop noting."""
+        self.recorder.listeners.remove(self._ran)
+
+    @property
+    def _is_noting(self) -> bool:
+        return self._ran in self.recorder.listeners
+
+    def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note an operator that has run."""
+        if func.is_view or func.namespace == "prim":
+            return
         self._end_other_kernel()
         codes = account().stands_for
         now = launch()
@@ -161,7 +181,6 @@ class Operations(Mode):
             self._note_in_kernel(self._kernel_of(now), func, args, kwargs, result)
         else:
             self._note(func, args, kwargs, result)
-        return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note an operator that runs for itself."""
@@ -208,7 +227,7 @@ class Operations(Mode):
 
     def circumstances(self) -> Hashable | None:
         """What decides how operators are noted here; None: each for itself."""
-        if not is_active(self):
+        if not self._is_noting:
             return "not noted"
         if account().stands_for is not None:
             return "another form of codes"
@@ -220,7 +239,7 @@ class Operations(Mode):
         ``outside``: the storages that it is given. It runs where there are circumstances.
         """
         now = launch()
-        if not is_active(self) or account().stands_for is not None or now is None:
+        if not self._is_noting or account().stands_for is not None or now is None:
             return run(), ()
         self._end_other_kernel()
         whole = self._kernel_of(now)
@@ -241,7 +260,7 @@ class Operations(Mode):
 
     def note_again(self, noted: Any, outside: Sequence[Life], made: Sequence[Life]) -> None:
         """Note what :meth:`noted_apart` did, of other storages. ``made``: those that the function allocates."""
-        if not is_active(self):
+        if not self._is_noting:
             return
         self._end_other_kernel()
         codes = account().stands_for
@@ -368,7 +387,10 @@ class Operations(Mode):
             phase = "recompute"
         else:
             phase = places.here.phase
-        return self._done.setdefault((places.here, phase), _Done())
+        here = places.here, phase
+        if here not in self._done:
+            self._done[here] = _Done()
+        return self._done[here]
 
     def _multiplied(self, operator: Any, a: Tensor, b: Tensor, result: Tensor) -> None:
         """Note a product of matrices, ``a`` (..., m, k) with ``b`` (..., k, n), or of groups of them.
@@ -440,37 +462,50 @@ class Operations(Mode):
 
     def sent(self, kind: str, ranks: Sequence[int], nbytes: Mapping[int, int]) -> None:
         """Note one collective over ``ranks``. ``nbytes``: what this rank sends to each, by position in ``ranks``."""
-        layout = self.layout
-        node_bytes = 0
-        network_bytes = 0
-        for peer, count in nbytes.items():
-            if ranks[peer] == layout.rank:
-                continue
-            if ranks[peer] // layout.ranks_per_node == layout.rank // layout.ranks_per_node:
-                node_bytes += count
-            else:
-                network_bytes += count
-        transfer = Transfer(
-            kind=kind,
-            group=self._name(ranks),
-            ranks=len(ranks),
-            node=node_bytes,
-            network=network_bytes,
-            span=max(ranks) - min(ranks),
-        )
-        self._done_here().transfers[transfer] += 1
+        group = self._group(ranks)
+        node_bytes = sum(nbytes.get(peer, 0) for peer in group.in_node)
+        network_bytes = sum(nbytes.get(peer, 0) for peer in group.elsewhere)
+        self._transferred(kind, group, node_bytes, network_bytes)
 
     def sent_to_all(self, kind: str, ranks: Sequence[int], nbytes: int) -> None:
         """Note one collective over ``ranks`` in which this rank sends as much to each."""
-        self.sent(kind, ranks, dict.fromkeys(range(len(ranks)), nbytes))
+        group = self._group(ranks)
+        self._transferred(kind, group, len(group.in_node) * nbytes, len(group.elsewhere) * nbytes)
 
-    def _name(self, ranks: Sequence[int]) -> str:
+    def _transferred(self, kind: str, group: _Group, node_bytes: int, network_bytes: int) -> None:
+        """Note one collective of a group, in which this rank sends so much inside its node and to other nodes."""
+        transfer = Transfer(
+            kind=kind,
+            group=group.name,
+            ranks=group.size,
+            node=node_bytes,
+            network=network_bytes,
+            span=group.span,
+        )
+        self._done_here().transfers[transfer] += 1
+
+    def _group(self, ranks: Sequence[int]) -> _Group:
+        key = tuple(ranks)
+        if key not in self._groups:
+            per_node = self.layout.ranks_per_node
+            own = self.layout.rank
+            peers = [peer for peer, rank in enumerate(key) if rank != own]
+            self._groups[key] = _Group(
+                name=self._name(key),
+                size=len(key),
+                span=max(key) - min(key),
+                in_node=[peer for peer in peers if key[peer] // per_node == own // per_node],
+                elsewhere=[peer for peer in peers if key[peer] // per_node != own // per_node],
+            )
+        return self._groups[key]
+
+    def _name(self, ranks: tuple[int, ...]) -> str:
         """Axes whose group these ranks are; where there are none, the number of ranks."""
         plan = self.layout.plan
         single_axes = [(axis,) for axis in plan.sizes]
         combined_axes = [("ep", "etp"), *COPIES.values(), STAGE]
         for candidates in (single_axes, combined_axes):
-            names = [" x ".join(axes) for axes in candidates if plan.group(self.layout.rank, axes) == tuple(ranks)]
+            names = [" x ".join(axes) for axes in candidates if plan.group(self.layout.rank, axes) == ranks]
             if names:
                 return " or ".join(names)
         return f"{len(ranks)} ranks"

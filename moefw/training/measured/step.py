@@ -70,7 +70,8 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
     recorder = Recorder()
     count = _enough(assembly) if micro_batches is None else micro_batches
     with ExitStack() as stack:
-        stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
+        if values:
+            stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
         stack.enter_context(recorder)
         stack.enter_context(fsdp_told(partial(_gathering, recorder), partial(_reducing, count)))
         stack.callback(shared.close)

@@ -56,8 +56,12 @@ class HybridEP(CallsLibrary, SetsBudget):
         """Problem where an expert-parallel group is spread unevenly over nodes of ``node_ranks`` ranks."""
         if node_ranks is None:
             return []
-        groups = {layout.group(rank, ("ep", "etp")) for rank in range(layout.world)}
-        for group in sorted(groups):
+        seen: set[int] = set()
+        for first in range(layout.world):
+            if first in seen:
+                continue
+            group = layout.group(first, ("ep", "etp"))
+            seen.update(group)
             problem = uneven_nodes([rank // node_ranks for rank in group])
             if problem is not None:
                 return [problem]
