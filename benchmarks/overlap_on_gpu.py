@@ -29,8 +29,12 @@ from moefw.tracing.spans import HOST
 ROOT: Final = Path(__file__).parents[1]
 RANKS: Final = 2
 STEPS: Final = 8
-TRACED: Final = (7, 8)
+STEPS_OF_A_DRY_RUN: Final = 3
+NUM_TRACED: Final = 2
+"""Number of steps at the end of a run that are traced."""
 MICRO_BATCHES: Final = 8
+MICRO_BATCHES_OF_A_DRY_RUN: Final = 3
+"""Enough for both directions of a merged pass, with a pass in order before and behind it."""
 ORDERS: Final[Mapping[str, str]] = {"in order": "{use: 1f1b}", "merged": "{use: merged}"}
 GOAL_HIDDEN: Final = 0.85
 SMALL: Final = (
@@ -39,6 +43,7 @@ SMALL: Final = (
         "train.seq_len=32",
         "train.eval_tokens=64",
         "train.schedule={use: cosine}",
+        "train.eval_every=0",
         "run.device=cpu",
         "precision={use: fp32}",
     ),
@@ -68,17 +73,19 @@ def main(*, dry: bool) -> bool:
 def trained(folder: Path, order: str, *, dry: bool) -> dict[str, Any]:
     """Loss and norm of each step of a run, the share of communication that is hidden, and waits of the host."""
     seq_len = 32 if dry else 1024
+    steps = STEPS_OF_A_DRY_RUN if dry else STEPS
+    micro_batches = MICRO_BATCHES_OF_A_DRY_RUN if dry else MICRO_BATCHES
     overrides = [
         f"pipeline={ORDERS[order]}",
-        f"train.steps={STEPS}",
+        f"train.steps={steps}",
         f"run.dir={folder / 'run'}",
         "train.micro_batch=1",
         f"train.seq_len={seq_len}",
-        f"train.tokens_per_step={RANKS * MICRO_BATCHES * seq_len}",
+        f"train.tokens_per_step={RANKS * micro_batches * seq_len}",
         *(SMALL if dry else ("run.device=cuda",)),
     ]
     trace = folder / "trace.json"
-    options = ["--trace", str(trace), "--trace-steps", f"{TRACED[0]}:{TRACED[1]}"]
+    options = ["--trace", str(trace), "--trace-steps", f"{steps - NUM_TRACED + 1}:{steps}"]
     command = [sys.executable, "-m", "moefw", "train", "examples/quickstart.yaml", *overrides, *options]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,15 +32,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "training" not in item.path.parts)
 
 
-def pytest_sessionstart() -> None:
-    """Search for no garbage while tests are collected: modules and tests stay, and the search takes seconds."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Search for no garbage while tests are collected, and store their code as pytest rewrites it.
+
+    Modules and tests stay, so later searches exclude them. Rewriting all tests takes four seconds: the next session
+    need not, also where PYTHONDONTWRITEBYTECODE keeps Python from storing what it compiles.
+    """
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = False
     gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """Exclude what there is by now from garbage collection."""
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        sys.dont_write_bytecode = before
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -589,16 +589,23 @@ class _Resolution:
 
     def _settle(self, stated: _Statements) -> dict[str, Any]:
         """Return the facts, and report the misfits that no unknown offer could prevent."""
+        try:
+            facts, misfits = match(stated.promises, stated.demands)
+        except Exception:  # a need has a value that its rule cannot take
+            facts, misfits = match(stated.promises, self._sound_demands(stated))
+        for misfit in misfits:
+            if misfit.need.fact not in stated.unknown:
+                self.tell((*misfit.asker.path, *key_path(misfit.need.option)), misfit.problem())
+        return facts
+
+    def _sound_demands(self, stated: _Statements) -> list[tuple[_Placed, Need]]:
+        """Return the needs that can be matched alone, and report the fault of each other one."""
         demands = []
         for placed, need in stated.demands:
             with self.asking(placed.path, placed.part, "needs()"):
                 match(_about(stated.promises, need.fact), [(placed, need)])
                 demands.append((placed, need))
-        facts, misfits = match(stated.promises, demands)
-        for misfit in misfits:
-            if misfit.need.fact not in stated.unknown:
-                self.tell((*misfit.asker.path, *key_path(misfit.need.option)), misfit.problem())
-        return facts
+        return demands
 
     def parts(self) -> ChosenPlugins:
         """Parts by section."""

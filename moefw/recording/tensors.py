@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,16 +11,16 @@ from torch import Tensor
 def tensors_in(tree: Any) -> Sequence[Tensor]:
     """Tensors in tuples, lists and values of dicts, in order."""
     found: list[Tensor] = []
-    _find(tree, found)
+    _find((tree,), found)
     return found
 
 
-def _find(tree: Any, found: list[Tensor]) -> None:
-    if isinstance(tree, Tensor):
-        found.append(tree)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
+def _find(items: Iterable[Any], found: list[Tensor]) -> None:
+    """Add the tensors among the items and in them. A call a collection: most items are tensors and numbers."""
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
             _find(item, found)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _find(item, found)
+        elif isinstance(item, dict):
+            _find(item.values(), found)

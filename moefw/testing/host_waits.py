@@ -7,7 +7,7 @@ waits only for the event behind it. Until then the copy holds garbage, so that c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -18,14 +18,15 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
     return_and_correct_aliasing,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from moefw.core.errors import ContractError
+from moefw.recording.patches import Mode
+from moefw.recording.tensors import tensors_in
 from moefw.runtime.attention import kernels
 
 NAME: Final = "counted"
@@ -59,7 +60,7 @@ class Wait:
 
 
 @final
-class HostWaits(TorchDispatchMode):
+class HostWaits(Mode):
     """Notes the waits of this thread, and of the backwards that it starts, while it is active.
 
     ``reads`` of values, waits for an event included, and ``uploads``. Collectives run on the held values and are
@@ -124,13 +125,13 @@ class HostWaits(TorchDispatchMode):
         packet = func.overloadpacket
         device = kwargs.get("device")
         allocates_on_device = device is not None and torch.device(device).type == NAME
-        if not allocates_on_device and not any(isinstance(leaf, _Held) for leaf in tree_leaves((args, kwargs))):
+        if not allocates_on_device and not _any_held(types, (args, kwargs)):
             return self._on_cpu(func, args, kwargs)
         if packet is _aten.copy_:
             return self._copy(*args, **kwargs)
         if packet is _aten._to_copy:
             return self._moved(func, args[0], kwargs)
-        held_args, held_kwargs = tree_map_only(_Held, _held, (args, kwargs))
+        held_args, held_kwargs = _all_held((args, kwargs))
         if device is not None and not allocates_on_device:
             return self._on_cpu(func, held_args, held_kwargs)  # such as a new_empty(..., device="cpu") of a _Held
         self._note(func, args, kwargs)
@@ -139,7 +140,7 @@ class HostWaits(TorchDispatchMode):
         values = func(*held_args, **held_kwargs)
         if self.ran is not None:
             self.ran(func, held_args, held_kwargs, values)
-        result = tree_map_only(Tensor, _Held, values)
+        result = _on_device(values)
         if func.namespace == "c10d":
             return result
         return return_and_correct_aliasing(func, args, kwargs, result)
@@ -200,12 +201,12 @@ class HostWaits(TorchDispatchMode):
             reads = packet in _READS
         if reads:
             self.reads.append(_wait(str(func)))
-        for leaf in tree_leaves((args, kwargs)):
-            if not isinstance(leaf, Tensor) or isinstance(leaf, _Held):
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, _Held):
                 continue
             if packet in (*_INDEXES, _aten.where):
-                self.upload(leaf, non_blocking=False)
-            elif leaf.dim():
+                self.upload(tensor, non_blocking=False)
+            elif tensor.dim():
                 raise ContractError(f"{func} gets tensors of a CPU and of a GPU.", "Create them on one device.")
 
 
@@ -243,6 +244,31 @@ class _Held(Tensor):
 
 def _held(tensor: Any) -> Tensor:
     values: Tensor = tensor.held
+    return values
+
+
+def _any_held(types: Collection[type], arguments: Any) -> bool:
+    """Whether an operator gets a tensor of the device; ``types`` lacks those in a list of lists."""
+    return _Held in types or any(isinstance(tensor, _Held) for tensor in tensors_in(arguments))
+
+
+def _all_held(arguments: Any) -> Any:
+    """Arguments of an operator, with the values in place of the device's tensors; faster than a pytree."""
+    if isinstance(arguments, _Held):
+        return arguments.held
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)([_all_held(item) for item in arguments])
+    if isinstance(arguments, dict):
+        return {name: _all_held(item) for name, item in arguments.items()}
+    return arguments
+
+
+def _on_device(values: Any) -> Any:
+    """Result of an operator, with its tensors on the device; faster than a pytree."""
+    if isinstance(values, Tensor):
+        return _Held(values)
+    if isinstance(values, (tuple, list)):
+        return type(values)([_on_device(item) for item in values])
     return values
 
 

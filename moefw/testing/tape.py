@@ -16,9 +16,9 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from moefw.core.errors import ContractError
+from moefw.recording.tensors import tensors_in
 from moefw.testing.host_waits import HostWaits, Wait
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Recorded:
     result: Any
 
     def __str__(self) -> str:
-        shapes = [list(tensor.shape) for tensor in _tensors((self.args, self.kwargs))]
+        shapes = [list(tensor.shape) for tensor in tensors_in((self.args, self.kwargs))]
         return f"{self.operator}({', '.join(map(str, shapes))})"
 
 
@@ -70,10 +70,10 @@ class Tape:
         made: set[int] = set()
         outside: dict[int, Tensor] = {}
         for each in self.recorded:
-            for tensor in _tensors((each.args, each.kwargs)):
+            for tensor in tensors_in((each.args, each.kwargs)):
                 if _storage(tensor) not in made:
                     outside.setdefault(_storage(tensor), tensor)
-            made.update(map(_storage, _tensors(each.result)))
+            made.update(map(_storage, tensors_in(each.result)))
         return [*outside.values()]
 
     def replay(self) -> None:
@@ -86,7 +86,7 @@ class Tape:
                 again = each.operator(*each.args, **each.kwargs)
                 if each.operator.namespace == "c10d":
                     _wait(again)
-                for place, value in zip(_tensors(each.result), _tensors(again), strict=True):
+                for place, value in zip(tensors_in(each.result), tensors_in(again), strict=True):
                     if place.shape != value.shape:
                         what = f"operator {number} of a tape, {each}, makes {list(value.shape)} after"
                         raise ContractError(f"{what} {list(place.shape)}.", "Give it a size that no value changes.")
@@ -117,10 +117,6 @@ def _wait(result: Any) -> None:
     """Wait for a collective."""
     work = result[-1] if isinstance(result, (tuple, list)) else result
     dist.Work.unbox(work).wait()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:

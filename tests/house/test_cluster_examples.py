@@ -108,6 +108,9 @@ exit "$highest"
 """
 
 
+BARE_MOEFW = "import bare_runs; bare_runs.make_runs_bare(); from moefw.__main__ import main; main()"
+
+
 class Slurm:
     """One job of two tasks on this machine."""
 
@@ -119,7 +122,7 @@ class Slurm:
         bin_.mkdir()
         fake(bin_, "srun", SRUN)
         fake(bin_, "scontrol", f'echo "$@" >> {shlex.quote(str(folder / "scontrol"))}')
-        fake(bin_, "moefw", f'exec {shlex.quote(sys.executable)} -m moefw "$@"')
+        fake(bin_, "moefw", f'exec {shlex.quote(sys.executable)} -c {shlex.quote(BARE_MOEFW)} "$@"')
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         self.environment = held_steps.environment(folder)

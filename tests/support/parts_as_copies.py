@@ -1,4 +1,7 @@
-"""``benchmarks/on_gpu.py``. Its first part starts as it would there, the others are copies of a warm process."""
+"""``benchmarks/on_gpu.py``. Its first part starts as it would there.
+
+The others, and the runs that they start, are copies of a warm process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ class Part(Copy):
     def __init__(
         self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdout: IO[str], **_: object
     ) -> None:
-        words = command[2:] if command[1] == "-m" else [Path(command[1]).stem, *command[2:]]
+        script = ["started_as_copies", Path(command[1]).stem]
+        words = command[2:] if command[1] == "-m" else [*script, *command[2:]]
         super().__init__(words, cwd=cwd, env={**env, "PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{env['PYTHONPATH']}"})
         self._file = stdout
 

@@ -50,21 +50,30 @@ MODEL: Mapping[str, Any] = {
     "train": {
         **SMALL["train"],
         "tokens_per_step": 192,
-        "micro_batch": 2,
         "optimizer": {"use": "adamw", "eps": EPS},
     },
 }
 """With a layer that predicts a further token, tied embeddings, and a bias of each expert that is a state."""
+
+
+def _layout(ranks: int, micro_batch: int, **parts: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    """Return the number of ranks of a layout, and its parts with the size of its micro-batches."""
+    return ranks, {"train": {**MODEL["train"], "micro_batch": micro_batch}, **parts}
+
+
 LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
-    "dp": (2, {"parallel": {}}),
-    "FSDP on 3 ranks": (3, {"parallel": {"dense": {"shard": "all"}, "experts": {"shard": "all"}}}),
-    "ep": (2, {"parallel": {"experts": {"ep": 2}}}),
-    "tp x etp": (2, {"parallel": {"dense": {"tp": 2}, "experts": {"etp": 2}}}),
-    "cp": (2, {"parallel": {"dense": {"cp": 2}}}),
-    "pp, interleaved": (2, {"parallel": {"pp": 2}, "pipeline": {"use": "interleaved"}}),
-    "pp x FSDP": (4, {"parallel": {"pp": 2, "dense": {"shard": "all"}, "experts": {"shard": "all"}}}),
-    "tp x FSDP x ep": (4, {"parallel": {"dense": {"tp": 2, "shard": "all"}, "experts": {"ep": 2, "shard": "all"}}}),
+    "dp": _layout(2, 3, parallel={}),
+    "FSDP on 3 ranks": _layout(3, 2, parallel={"dense": {"shard": "all"}, "experts": {"shard": "all"}}),
+    "ep": _layout(2, 3, parallel={"experts": {"ep": 2}}),
+    "tp x etp": _layout(2, 6, parallel={"dense": {"tp": 2}, "experts": {"etp": 2}}),
+    "cp": _layout(2, 6, parallel={"dense": {"cp": 2}}),
+    "pp, interleaved": _layout(2, 6, parallel={"pp": 2}, pipeline={"use": "interleaved"}),
+    "pp x FSDP": _layout(4, 3, parallel={"pp": 2, "dense": {"shard": "all"}, "experts": {"shard": "all"}}),
+    "tp x FSDP x ep": _layout(
+        4, 3, parallel={"dense": {"tp": 2, "shard": "all"}, "experts": {"ep": 2, "shard": "all"}}
+    ),
 }
+"""Each rank has two micro-batches of a step: gradients are added up, and a pipeline has two in flight."""
 CHUNK_BYTES = 1 << 8
 """So small that most tensors have several chunks."""
 PAIRS: Sequence[tuple[str, str]] = [(source, target) for source in LAYOUTS for target in LAYOUTS if source != target]

@@ -29,7 +29,7 @@ from moefw.testing.pool import RankPool
 from moefw.training.folder import checkpoint_dirs
 from moefw.training.session import Session
 from moefw.training.trainer import Trainer
-from run_cases import TORCHRUN
+from run_cases import TORCHRUN, ranks_of
 
 SPEC = """\
 model: {dim: 32, num_layers: 2, num_experts: 8, top_k: 2, expert_dim: 32}
@@ -179,11 +179,10 @@ def wait_until(true, process: subprocess.Popen[bytes] | copies.Copy, timeout_s: 
 @pytest.mark.fault("one of two ranks is killed", "one message; no rank is left")
 def test_one_killed_rank_ends_the_run_with_one_message(tmp_path: Path, text: Path) -> None:
     path = spec(tmp_path, text, 2)
-    command = [sys.executable, "-m", "moefw", "train", str(path), "train.steps=100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = copies.Copy(["moefw", "train", path, "train.steps=100000"])
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
-    (victim, *_) = (pid for pid in children(process.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    _, victim = ranks_of(process.pid)
     os.kill(victim, signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1

@@ -46,7 +46,10 @@ PRIMARY = {
     "precision": {"use": "fp8-blockwise", "backend": "emulate", "primary_weights": "fp8"},
 }
 SMALLEST = {"vocab_size": 64}
-BLOCKS = {"vocab_size": 64, "dim": 256, "dense_dim": 256, "expert_dim": 256, "shared_expert_dim": 256, "num_layers": 2}
+BLOCKS = {
+    **{"vocab_size": 64, "dim": 256, "dense_dim": 256, "expert_dim": 256, "shared_expert_dim": 256},
+    **{"num_layers": 2, "num_experts": 4},
+}
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, int]]] = {
     "FSDP": ({"parallel": SHARDED}, SMALLEST),
     "pp": ({"parallel": {"pp": 2}}, SMALLEST),
@@ -236,17 +239,18 @@ def test_a_disk_that_hangs_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "a run is killed at 20 counted system calls of saves beside steps", "no torn checkpoint; the same end"
+    "a run is killed at {id} counted system calls of saves beside steps", "no torn checkpoint; the same end"
 )
+@pytest.mark.parametrize("kills", quick((7, 20), 7))
 def test_a_run_killed_inside_saves_leaves_whole_checkpoints_and_ends_with_the_same_bits(
-    tmp_path: Path,
+    tmp_path: Path, kills: int
 ) -> None:
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
     spec = small_spec(tmp_path, checkpoint_every=killed_in_saves.EVERY, tokens_per_step=128, seq_len=16)
     environment = {**environment_in(tmp_path), "LD_PRELOAD": str(compiled(SHIM, tmp_path))}
     done = subprocess.run(
-        [sys.executable, killed_in_saves.__file__, spec, "20"],
+        [sys.executable, killed_in_saves.__file__, spec, str(kills)],
         env=environment,
         capture_output=True,
         text=True,
@@ -255,7 +259,7 @@ def test_a_run_killed_inside_saves_leaves_whole_checkpoints_and_ends_with_the_sa
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["points"]) >= 20
-    assert found["killed"] == 20, done.stderr
+    assert found["killed"] == kills, done.stderr
     assert found["torn"] == []
     assert found["ended"] == 0
     assert found["same losses"]

@@ -40,10 +40,10 @@ def is_known(value: object) -> bool:
     kind: Any = type(value)
     if kind in _PLAIN:
         return True
+    if isinstance(value, (tuple, list)):
+        return all(map(is_known, value))
     if isinstance(value, Mapping):
         return all(map(is_known, value.values()))
-    if isinstance(value, tuple | list):
-        return all(map(is_known, value))
     return value is not UNKNOWN and all(is_known(getattr(value, name)) for name in _attributes(kind))
 
 

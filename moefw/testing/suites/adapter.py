@@ -58,7 +58,7 @@ LAYOUTS: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {
 """Ranks, and their layout, by what it is called."""
 TRAINED: Final[Mapping[str, Any]] = {
     "model": {**SMALL["model"], "vocab_size": 64, "num_layers": 2, "init_std": 0.1},
-    "train": {**SMALL["train"], "clip_norm": None},
+    "train": {**SMALL["train"], "micro_batch": 4, "clip_norm": None},
 }
 """A model whose gradients are clipped by nothing: a wrong factor would not show."""
 
