@@ -28,7 +28,7 @@ from moefw.compose.registry import Registry
 from moefw.core.errors import PluginError
 from moefw.core.records import Action
 from moefw.core.stages import Batch
-from moefw.planner.measurement.layers import alike_positions
+from moefw.planner.measurement.alike import alike_positions
 from moefw.planner.measurement.measure import measure as measure_plan
 from moefw.planner.measurement.measure import measure_at
 from moefw.planner.measurement.stages_without_peers import SENT

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ledger_cases import ATTENTION, BUDGET, MODEL, RUN, TRAIN, assembly_of, offload, recompute
 from moefw.planner.measurement import measure as measurement
-from moefw.planner.measurement.layers import alike_positions
+from moefw.planner.measurement.alike import alike_positions
 from moefw.planner.measurement.measure import measure, measure_at, recorded
 from moefw.planner.measurement.usage import Usage
 from moefw.recording.known_results import KnownResults

@@ -19,8 +19,9 @@ from moefw.core.contracts import Layout, Precision
 from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPolicyPlugin, Plugin, PrecisionPlugin
 from moefw.core.records import Pass
+from moefw.planner.measurement.alike import alike_positions
 from moefw.planner.measurement.gradient_sums import GradientSums
-from moefw.planner.measurement.layers import RunLayer, alike_positions
+from moefw.planner.measurement.layers import RunLayer
 from moefw.planner.measurement.micro_batch import BUFFERS, FP32, POOL, MicroBatch
 from moefw.planner.measurement.optimizer_states import measure_states
 from moefw.planner.measurement.usage import Usage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -116,11 +116,16 @@ class Implementation:
 
     def lacks(self, assembly: Assembly) -> Iterator[str]:
         """Yield the parts of an assembly that the software has not, as the spec says them."""
-        for section, names in self.has.items():
-            chosen = getattr(assembly.parts, section)
-            for part in chosen if isinstance(chosen, tuple) else (chosen,):
-                if part.name not in names:
-                    yield f"{section}: {part.name}"
+        chosen = {section: getattr(assembly.parts, section) for section in self.has}
+        parts = {section: part if isinstance(part, tuple) else (part,) for section, part in chosen.items()}
+        return self.lacks_named({section: [part.name for part in of_section] for section, of_section in parts.items()})
+
+    def lacks_named(self, names: Mapping[str, Sequence[str]]) -> Iterator[str]:
+        """Yield the parts with these names, by section of the spec, that the software has not."""
+        for section, known in self.has.items():
+            for name in names.get(section, ()):
+                if name not in known:
+                    yield f"{section}: {name}"
 
 
 @frozen(kw_only=True)

@@ -14,7 +14,7 @@ from moefw.compose.defaults import defaults
 from moefw.core.errors import MoefwError
 from moefw.core.records import Stage
 from moefw.planner import cache as cache_files
-from moefw.planner.measurement.layers import facts_of
+from moefw.planner.measurement.alike import facts_of
 from moefw.planner.plans import without_garbage_collection
 from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, Excerpt
 from moefw.planner.tune.settings import Settings, pipeline_of

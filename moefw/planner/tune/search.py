@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Final
 
@@ -142,12 +142,15 @@ class Search:
 
     def _look(self, settings: Settings) -> Candidate:
         label = self.space.label(settings)
+        # Before anything is resolved: some schedules take a second to import.
+        absent = [*self._software.lacks_named(_chosen(settings))]
         try:
-            assembly = self.resolve(settings, self.where.world)
-            software = self.where.runs.implementation
-            absent = tuple(f"{software} has no {part}." for part in self._software.lacks(assembly))
+            if not absent:
+                assembly = self.resolve(settings, self.where.world)
+                absent = [*self._software.lacks(assembly)]
             if absent:
-                return Candidate(settings=settings, label=label, problems=absent, problems_are=NOT_IN_SOFTWARE)
+                problems = tuple(f"{self.where.runs.implementation} has no {part}." for part in absent)
+                return Candidate(settings=settings, label=label, problems=problems, problems_are=NOT_IN_SOFTWARE)
             measured = self.excerpts.of(settings, assembly)
         except MoefwError as error:
             problems = tuple(" ".join(problem.what.split()) for problem in error.problems)
@@ -194,6 +197,12 @@ class Search:
             if self.where.world % product:
                 return False
         return True
+
+
+def _chosen(settings: Settings) -> Mapping[str, Sequence[str]]:
+    """Names of the parts that settings choose, by section, where they choose one."""
+    choices = {path: value for path, value in settings.items() if isinstance(value, Mapping) and "use" in value}
+    return {str(section): [value["use"]] for (section, *rest), value in choices.items() if not rest}
 
 
 def _needs_no_excerpt(axis: AnyAxis) -> bool:
