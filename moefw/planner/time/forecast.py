@@ -22,6 +22,7 @@ from moefw.planner.time.scale import Scale, fitted
 from moefw.planner.time.schedule import Steady, played
 from moefw.planner.time.software import Software
 from moefw.planner.time.step import Rehearsal, Told, rehearse, seconds_without, told
+from moefw.runtime.parallel.meshes import COPIES
 
 TERA: Final = 1e12
 HOW_TO_ADD: Final = "Add it to the cluster's file, as docs/clusters.md says, or calibrate the machine again."
@@ -269,7 +270,15 @@ def _inputs(assembly: Assembly, plan: Ledger, cluster: str, runs: Software, shap
         hidden=shapes.hidden,
         tokens_a_micro_batch=shapes.tokens,
         tokens_a_sequence=assembly.spec.train.seq_len,
+        zero=_zero(assembly),
     )
+
+
+def _zero(assembly: Assembly) -> str:
+    """Highest stage of ZeRO of the meshes that shard anything; 1 if none does."""
+    layout: Any = assembly.layout
+    sharded = [side for side in COPIES if len(layout.copies(0, side)[0]) > 1]
+    return str(max((layout.zero(side) for side in sharded), default=1))
 
 
 def _wire(position: Position, micro_batches: int) -> Mapping[str, int]:

@@ -32,7 +32,11 @@ SCALE: Final = 0.5
 
 @frozen(kw_only=True)
 class Inputs:
-    """What rows are like or unlike in. ``graphs``: ``none``, ``scopes`` or ``full``."""
+    """What rows are like or unlike in.
+
+    ``graphs``: ``none``, ``scopes`` or ``full``. ``zero``: the highest stage of ZeRO of any mesh; 1, too, where nothing
+    is sharded, as gradients are summed once a step then.
+    """
 
     implementation: str
     cluster: str
@@ -49,6 +53,7 @@ class Inputs:
     hidden: int
     tokens_a_micro_batch: int
     tokens_a_sequence: int
+    zero: str = "1"
 
     @property
     def model_and_software(self) -> tuple[object, ...]:
@@ -210,6 +215,7 @@ def _row(fields: Mapping[str, str]) -> HeldOut:
         graphs=fields["graphs"],
         ep_overlap=fields["ep_overlap"] == "True",
         dispatcher=fields["dispatcher"],
+        zero=fields["zero"],
         **numbers,
     )
     return HeldOut(fields["layout"], inputs, float(fields["error"]))
