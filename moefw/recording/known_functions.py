@@ -167,7 +167,8 @@ class _Functions:
     def _result_described(self, tensor: Tensor, outside: Sequence[Life], made: Sequence[Life]) -> _Result:
         """Description of a tensor that is returned. Raises NotDescribedError if it lies elsewhere, or has values."""
         (life,) = self._storages([tensor])
-        if type(tensor) is not FakeTensor or tensor.constant is not None:
+        is_known = life in outside or life in made
+        if type(tensor) is not FakeTensor or tensor.constant is not None or not is_known:
             raise NotDescribedError
         return _Result(
             tuple(tensor.shape),
