@@ -41,6 +41,8 @@ PRECISION: Final = {
     "mxfp8": {"use": "mxfp8", "backend": "emulate"},
     "fp8block": {"use": "fp8-blockwise", "backend": "emulate"},
 }
+MEGATRON: Final = ("mcore25", "mcore26", "nemo25", "folding", "")
+"""Stacks whose schedules and dispatchers are known, as those that Megatron has."""
 LIBRARIES: Final = ("deepep", "hybridep")
 LETTERS: Final = {"embedding": "E", "dense": "t", "moe": "t", "mtp": "m", "head": "L"}
 """What stages hold, in the letters of a spec."""
@@ -54,7 +56,8 @@ HEAD: Final = f"""# What vendors found, and what a search finds
 `python benchmarks/tune.py > docs/tune-published.md` writes this page.
 
 [`moefw tune`](tune.md) around the best published rows of three models, in the software of the row (`--as`): with its
-kernels, with graphs as in the row, and of schedules and dispatchers with those alone that it has. Parameters stay
+kernels, with graphs as in the row, and of schedules and dispatchers with those alone that it has; rows of another stack
+than Megatron keep their schedule. Parameters stay
 sharded as in the row, by a distributed optimizer, which is ZeRO 1: no run with ZeRO 2 or 3 was published with which a
 prediction of it could be checked. What a search finds that varies it, too, is said beside.
 A published layout is found if it fits and is tied with the best that the search finds, or at most {ALLOWED:.0f} % below
@@ -77,8 +80,9 @@ def main() -> None:
     for name in arguments.rows:
         with tempfile.TemporaryDirectory() as folder:
             cache = os.environ.get("MOEFW_CACHE", folder)
-            found = searched(rows[name], arguments.candidates, cache, keep=("sharding",))
-            beyond = searched(rows[name], arguments.candidates, cache)
+            own = () if rows[name]["stack"] in MEGATRON else ("schedule",)
+            found = searched(rows[name], arguments.candidates, cache, keep=("sharding", *own))
+            beyond = searched(rows[name], arguments.candidates, cache, keep=own)
             found = {**found, "beyond": _best_of(beyond), "commit": record.commit()}
         record.write("tune", {"rows": {**recorded(), name: found}})
     print("\n".join(page(recorded(), rows)))
