@@ -57,11 +57,10 @@ HEAD: Final = f"""# What vendors found, and what a search finds
 
 [`moefw tune`](tune.md) around the best published rows of three models, in the software of the row (`--as`): with its
 kernels, with graphs as in the row, and of schedules and dispatchers with those alone that it has; rows of another stack
-than Megatron keep their schedule. Parameters stay
-sharded as in the row, by a distributed optimizer, which is ZeRO 1: no run with ZeRO 2 or 3 was published with which a
-prediction of it could be checked. What a search finds that varies it, too, is said beside.
-A published layout is found if it fits and is tied with the best that the search finds, or at most {ALLOWED:.0f} % below
-the tied group.
+than Megatron keep their schedule. Parameters stay sharded as in the row, by a distributed optimizer, which is ZeRO 1:
+no run with ZeRO 2 or 3 was published with which a prediction could be checked. What a search finds that varies it,
+too, is said beside. A published layout is found if it fits and is tied with the best that the search finds, or at most
+{ALLOWED:.0f} % below the tied group.
 
 Both times of a row are predictions. The error bar of the best is that of [one prediction](time.md); ties are by the
 error of a ratio. States and recompute are those of the row's recipe, where its page does not say them
