@@ -161,8 +161,7 @@ class Recorder(Mode):
 
     def life_of(self, tensor: Tensor) -> Life | None:
         """Storage of a tensor; None if no operator returned it, or it has no bytes."""
-        known = self._known.get(id(tensor.untyped_storage()))
-        return None if known is None else known.life
+        return next(self.of([tensor]), None)
 
     def recorded_apart(self, run: Callable[[], T]) -> tuple[T, Recorded | None]:
         """Result of a function that is recorded as usual, and what was recorded.

@@ -109,6 +109,16 @@ class _Kernel:
     matrices: set[Life] = Factory(set)
     """Storages from outside of all but numbers that they read."""
 
+    def reads(self, life: Life, nbytes: int) -> None:
+        """Note so many bytes of a storage that are read, if it is from outside."""
+        if life not in self.made:
+            self.read[life] = max(nbytes, self.read.get(life, 0))
+
+    def writes(self, life: Life, nbytes: int) -> None:
+        """Note so many bytes of a storage that are written, if it is from outside."""
+        if life not in self.made:
+            self.written[life] = max(nbytes, self.written.get(life, 0))
+
 
 @frozen
 class _NotedInKernel:
@@ -233,7 +243,7 @@ class Operations:
             return "another form of codes"
         return None if launch() is None else "in a kernel"
 
-    def noted_apart(self, run: Callable[[], T], outside: Sequence[Life | None]) -> tuple[T, Any]:
+    def noted_apart(self, run: Callable[[], T], outside: Sequence[Life]) -> tuple[T, Any]:
         """Result of a function whose operators are noted as usual, and what was noted; None: it is not known.
 
         ``outside``: the storages that it is given. It runs where there are circumstances.
@@ -300,15 +310,12 @@ class Operations:
         """Note an operator that runs in the place of a kernel."""
         for tensor in tensors_in((args, kwargs)):
             for life in self.recorder.of([tensor]):
-                if life in kernel.made:
-                    continue
-                kernel.read[life] = max(_nbytes(tensor), kernel.read.get(life, 0))
-                if tensor.dim():  # constants are scalars
+                kernel.reads(life, _nbytes(tensor))
+                if tensor.dim() and life not in kernel.made:  # constants are scalars
                     kernel.matrices.add(life)
         for tensor in _changed(func, args, kwargs):
             for life in self.recorder.of([tensor]):
-                if life not in kernel.made:
-                    kernel.written[life] = max(_nbytes(tensor), kernel.written.get(life, 0))
+                kernel.writes(life, _nbytes(tensor))
         kernel.made.update(life for life in self.recorder.of(tensors_in(result)) if life not in kernel.read)
 
     def _note_part(
@@ -321,11 +328,9 @@ class Operations:
     ) -> None:
         """Note what some of the operators in the place of a kernel did."""
         for life, nbytes in read.items():
-            if life not in kernel.made:
-                kernel.read[life] = max(nbytes, kernel.read.get(life, 0))
+            kernel.reads(life, nbytes)
         for life, nbytes in written.items():
-            if life not in kernel.made:
-                kernel.written[life] = max(nbytes, kernel.written.get(life, 0))
+            kernel.writes(life, nbytes)
         kernel.matrices.update(life for life in matrices if life not in kernel.made)
         kernel.made.update(made)
 
