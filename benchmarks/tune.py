@@ -31,9 +31,7 @@ from published_rows import PRESETS, RECOMPUTED, Row, read
 ROWS: Final = ("p018", "p019", "p109", "p015", "p142")
 """Best rows of DeepSeek-V3 on 256 GB300, at two batches, and on 1,024 H100, of Qwen3-235B, and of Kimi-K2."""
 REGIONS: Final = {
-    "full": [
-        *("attn_norm", "attention", "mlp_norm", "router", "dispatch", "experts", "shared_experts", "dense_mlp"),
-    ]
+    "full": ("attn_norm", "attention", "mlp_norm", "router", "dispatch", "experts", "shared_experts", "dense_mlp"),
 }
 """Regions of a spec for modules of recompute that are larger than those of the closed form."""
 PRECISION: Final = {

@@ -89,6 +89,7 @@ def kernels_as_the_reference(score: str, shape: str) -> None:
     """In fp32, and in fp64 with the same choices: no further from it than a few last places."""
     tokens, experts, k, groups = SHAPES[shape]
     logits_TE = logits_of((tokens, experts))
+    # With the most experts each variant takes seconds: neither a bias nor a mask there, and both.
     for bias_E, mask_T in islice(variants(tokens, experts), 2 if experts == MOST_EXPERTS else None):
         choice = Choice(k=k, groups=groups, **SCORES[score])
         grad_TK = torch.randn(tokens, k, generator=torch.Generator().manual_seed(2)).mT.contiguous().mT

@@ -103,9 +103,7 @@ def test_a_ledger_is_that_of_all_measurements(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(KnownResults, "__torch_dispatch__", FakeTensorMode.__torch_dispatch__)
     monkeypatch.setattr(measurement, "functions_known", lambda *given: nullcontext())
     monkeypatch.setattr(Usage, "most_before_gradients", lambda usage: 2**62)
-    monkeypatch.setattr(
-        "moefw.planner.measurement.measure.recorded", lambda *given, only=None, **options: recorded(*given, **options)
-    )
+    monkeypatch.setattr(measurement, "recorded", lambda *given, only=None, **options: recorded(*given, **options))
     at = {position: measure_at(assembly, MICRO_BATCHES, position) for position in alike_positions(assembly, 6)}
     assert evolve(found, positions=(), flops_per_token=None) == at[found.position]
     assert [position.peak_bytes for position in found.positions] == [ledger.peak_bytes for ledger in at.values()]

@@ -47,8 +47,13 @@ PRIMARY = {
 }
 SMALLEST = {"vocab_size": 64}
 BLOCKS = {
-    **{"vocab_size": 64, "dim": 256, "dense_dim": 256, "expert_dim": 256, "shared_expert_dim": 256},
-    **{"num_layers": 2, "num_experts": 4},
+    "vocab_size": 64,
+    "dim": 256,
+    "dense_dim": 256,
+    "expert_dim": 256,
+    "shared_expert_dim": 256,
+    "num_layers": 2,
+    "num_experts": 4,
 }
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, int]]] = {
     "FSDP": ({"parallel": SHARDED}, SMALLEST),
