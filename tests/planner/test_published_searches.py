@@ -12,8 +12,11 @@ from published_rows import read
 ROWS = {row["id"]: row for row in read()}
 
 
-def found(own_s: float, *, left: int = 1 << 30) -> dict[str, Any]:
-    """A search in which the best takes 1 s, ratios are wrong by 6 %, and the published layout takes ``own_s``."""
+def found(own_s: float, *, left: int = 1 << 30, beyond_s: float | None = None) -> dict[str, Any]:
+    """A search in which the best takes 1 s, ratios are wrong by 6 %, and the published layout takes ``own_s``.
+
+    ``beyond_s``: what the best takes that shards otherwise, if any does.
+    """
     time = {"error_percent": 10.0, "model_tflops_per_gpu": 1700.0, "extrapolated": []}
     best = {"label": "pp 4", "step_time_s": 1.0, "left_bytes": 1 << 30, "seconds": {"experts": 0.5}, "time": time}
     own = {"step_time_s": own_s, "fits": left >= 0, "left_bytes": left, "seconds": {"experts": own_s - 0.5}}
@@ -26,6 +29,8 @@ def found(own_s: float, *, left: int = 1 << 30) -> dict[str, Any]:
         "reasons": ["pp: why"],
         "counts": {"candidates": 2},
         "cpu_s": 1.0,
+        "beyond": beyond_s
+        and {"label": "zero 2", "step_time_s": beyond_s, "faster_percent": 100 * (own_s / beyond_s - 1)},
         "commit": "abc",
     }
 
@@ -50,6 +55,12 @@ def test_a_prediction_says_what_refutes_it() -> None:
     assert "A gain is predicted: the best is 25.0 ± 6 % faster" in said
     assert "trains at 1936 to 2184 TFLOPS a GPU, or the prediction is refuted" in said
     assert "No gain is predicted" in "\n".join(tune.page({"p018": found(1.02)}, ROWS))
+
+
+def test_other_sharding_is_named_if_it_is_faster_than_the_best_found() -> None:
+    said = "\n".join(tune.page({"p018": found(1.1, beyond_s=0.8)}, ROWS))
+    assert "of which no run was published: zero 2, which takes 0.80 s, 38 % faster than the published layout" in said
+    assert "no run was published: zero" not in "\n".join(tune.page({"p018": found(1.1, beyond_s=1.05)}, ROWS))
 
 
 def test_states_and_recompute_are_those_of_the_recipe() -> None:
