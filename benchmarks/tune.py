@@ -39,6 +39,7 @@ PRECISION: Final = {
     "mxfp8": {"use": "mxfp8", "backend": "emulate"},
     "fp8block": {"use": "fp8-blockwise", "backend": "emulate"},
 }
+GRADIENTS: Final = {"": "float32", "bf16": "bfloat16"}
 MEGATRON: Final = ("mcore25", "mcore26", "nemo25", "folding", "")
 """Stacks whose schedules and dispatchers are known, as those that Megatron has."""
 LIBRARIES: Final = ("deepep", "hybridep")
@@ -144,6 +145,7 @@ def spec_of(row: Row) -> dict[str, Any]:
             "seq_len": row.number("seq_len"),
             "tokens_per_step": row.tokens,
             "micro_batch": row.number("micro_batch"),
+            "main_gradients": GRADIENTS[row.recipe.get("gradients", "")],
         },
         "parallel": {
             "pp": layout.pp,

@@ -114,18 +114,20 @@ class Engine:
         self.layout = layout
         self.clip_norm = clip_norm
         self.beside = beside
-        self.gradients = Gradients(model, layout, getattr(torch, main_gradients))
+        dtype: torch.dtype = getattr(torch, main_gradients)
+        self.gradients = Gradients(model, layout, dtype)
         self.run: Run
         """Accumulates the gradients of a step."""
         self.watched_run: Run
         """The same, call by call: hooks on modules and tensors run in it."""
         if graphs is not None:
-            self.watched_run = in_order(model)
+            self.watched_run = in_order(model, main_gradients=dtype)
             self.run = GraphedRun(self.watched_run, model.parameters(), graphs, tell=tell, on_failure=on_failed_capture)
         else:
             self.run = run or run_of(
                 model,
                 keep_routes=keep_routes,
+                main_gradients=dtype,
                 delay_wgrads=delay_wgrads,
                 when_finished=self.gradients.start if self.gradients.start_early else None,
             )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from moefw.core.records import PASSES, Action, Pair, Pass, Zero
@@ -39,18 +40,25 @@ def run_of(
     model: nn.Module,
     *,
     keep_routes: bool = False,
+    main_gradients: torch.dtype = torch.float32,
     delay_wgrads: bool = False,
     when_finished: WhenFinished | None = None,
 ) -> Run:
     """How a model trains: its pipeline, or one micro-batch behind the other.
 
-    ``keep_routes``: see :class:`Tally`. ``delay_wgrads``, ``when_finished``: see
-    :class:`moefw.runtime.pipeline.player.Player`.
+    ``keep_routes``: see :class:`Tally`. ``main_gradients``: see :func:`passes_share`. ``delay_wgrads``,
+    ``when_finished``: see :class:`moefw.runtime.pipeline.player.Player`.
     """
-    plain = in_order(model, keep_routes=keep_routes)
+    plain = in_order(model, keep_routes=keep_routes, main_gradients=main_gradients)
     if not isinstance(model, Pipelined):
         return plain
-    played = in_stages(model, keep_routes=keep_routes, delay_wgrads=delay_wgrads, when_finished=when_finished)
+    played = in_stages(
+        model,
+        keep_routes=keep_routes,
+        main_gradients=main_gradients,
+        delay_wgrads=delay_wgrads,
+        when_finished=when_finished,
+    )
     if delay_wgrads or when_finished is not None or not model.link.is_whole:
         return played
     link = model.link
@@ -66,6 +74,7 @@ def in_stages(
     model: Any,
     *,
     keep_routes: bool = False,
+    main_gradients: torch.dtype = torch.float32,
     delay_wgrads: bool = False,
     when_finished: WhenFinished | None = None,
 ) -> Run:
@@ -101,7 +110,7 @@ def in_stages(
             delay_wgrads=delay_wgrads,
             when_finished=None if when_finished is None else finished,
         )
-        with _gathered(model), passes_share(model, added_up=once) as reduce_next:
+        with _gathered(model), passes_share(model, added_up_in=main_gradients if once else None) as reduce_next:
             for entry, output in player.play(around):
                 if output is not None:
                     tally.add(output, entry.passes[0].micro_batch)
@@ -136,11 +145,13 @@ def _reduce_pass(model: Any, *, with_root: bool = True) -> None:
 
 @contextmanager
 def passes_share(
-    model: nn.Module, passes: Sequence[Pass] = TRAINING, *, added_up: bool = False
+    model: nn.Module, passes: Sequence[Pass] = TRAINING, *, added_up_in: torch.dtype | None = None
 ) -> Iterator[Callable[[], None]]:
     """Enter a block of passes that share operands of weights, and the gathered weights of ZeRO 1 and 2.
 
-    ``passes``: those for which operands are made. ``added_up``: micro-batches add up the gradients of ZeRO 1 whole.
+    ``passes``: those for which operands are made. ``added_up_in``: the dtype in which micro-batches add up the
+    gradients of ZeRO 1 whole; None: they do not.
+
     Yield what lets the next backward reduce these. Weights must not change in the block.
     """
     if not _is_sharded(model):
@@ -157,8 +168,8 @@ def passes_share(
         shared = [parameter for parameter in model.parameters() if parameter not in gathered_once]
         gathered: Mapping[nn.Parameter, Accumulator] = {}
         reduce_next: Callable[[], None] = _nothing
-        if added_up:
-            gathered, reduce_next = stack.enter_context(added_up_unsharded(model))
+        if added_up_in is not None:
+            gathered, reduce_next = stack.enter_context(added_up_unsharded(model, added_up_in))
         stack.enter_context(shared_by_micro_batches(shared, passes, gathered=gathered))
         yield reduce_next
 
@@ -181,12 +192,13 @@ def _zeros_of(model: nn.Module, *, root_alone: bool = False) -> set[Zero]:
     return {zero_of(unit) for unit in units(model) if unit is model or not root_alone}
 
 
-def in_order(model: nn.Module, *, keep_routes: bool = False) -> Run:
+def in_order(model: nn.Module, *, keep_routes: bool = False, main_gradients: torch.dtype = torch.float32) -> Run:
     """Run of each micro-batch forward and backward before the next."""
 
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
-        with passes_share(model, added_up=len(batches) > 1) as reduce_next:
+        added_up_in = main_gradients if len(batches) > 1 else None
+        with passes_share(model, added_up_in=added_up_in) as reduce_next:
             for number, batch in enumerate(batches):
                 if number == len(batches) - 1:
                     reduce_next()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import product
 from typing import Any
@@ -18,7 +18,8 @@ from gathers import gathers_counted
 from layout_runs import deviation
 from moefw.compose.optimizer import build_optimizer
 from moefw.runtime.compute.weights import shared_by_micro_batches
-from moefw.runtime.parallel.unsharded_gradients import added_up_unsharded
+from moefw.runtime.parallel.local_shards import local
+from moefw.runtime.parallel.unsharded_gradients import accumulators, added_up_unsharded
 from moefw.runtime.parallel.zero import kept
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
@@ -203,6 +204,37 @@ def test_products_and_lookups_add_to_the_sums_of_whole_gradients(pool: RankPool)
     for matrices, by_autograd in pool.run(added_up_by_autograd, 4, tree("all, bf16", 1, 1)):
         assert matrices > 10
         assert not by_autograd
+
+
+def gradients_of(spec: dict[str, Any]) -> tuple[list[torch.dtype], dict[str, torch.Tensor]]:
+    """Return the dtypes in which whole gradients are before they are reduced, and this rank's shards of gradients."""
+    model, assembly, layout, shared = open_model(LayerCase(tokens=(1,) * 4, parts=spec))
+    engine = Engine.of(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, assembly.spec.train)
+    batches = global_batch(assembly, layout, 0)
+    dtypes = set[torch.dtype]()
+
+    def note_sums(*_: Any) -> AbstractContextManager[None]:
+        sums = [whole.grad for whole in accumulators(model).values()]
+        dtypes.update(whole.dtype for whole in sums if whole is not None)
+        return nullcontext()
+
+    engine.step(batches, 0.0, note_sums)
+    shared.close()
+    return [*dtypes], {name: local(each.grad).clone() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sharded", quick(("all, bf16", "hybrid", "codes", "merged", "zero-bubble"), "all, bf16"))
+def test_whole_gradients_in_bf16_are_reduced_in_fp32_and_are_nearly_those_of_fp32(pool: RankPool, sharded: str) -> None:
+    spec = tree(sharded, 1, 1)
+    narrow_spec = {**spec, "train": {**spec["train"], "main_gradients": "bfloat16"}}
+    pairs = zip(pool.run(gradients_of, 4, narrow_spec), pool.run(gradients_of, 4, spec), strict=True)
+    for (narrow_dtypes, narrow), (wide_dtypes, wide) in pairs:
+        assert narrow_dtypes == [torch.bfloat16]
+        assert wide_dtypes == [torch.float32]
+        assert {gradient.dtype for gradient in narrow.values()} == {torch.float32}
+        for name, gradient in wide.items():
+            assert (narrow[name] - gradient).norm() <= 0.02 * gradient.norm(), name
+        assert any(not torch.equal(narrow[name], gradient) for name, gradient in wide.items())
 
 
 @pytest.mark.parametrize("zero", [2, pytest.param(1, marks=pytest.mark.deep)])

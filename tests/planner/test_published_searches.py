@@ -63,8 +63,11 @@ def test_other_sharding_is_named_if_it_is_faster_than_the_best_found() -> None:
     assert "no run was published: zero" not in "\n".join(tune.page({"p018": found(1.1, beyond_s=1.05)}, ROWS))
 
 
-def test_states_and_recompute_are_those_of_the_recipe() -> None:
-    assert tune.spec_of(ROWS["p018"])["memory"] == [{"use": "optimizer-bf16"}]
+def test_states_gradients_and_recompute_are_those_of_the_recipe() -> None:
+    deepseek = tune.spec_of(ROWS["p018"])
+    assert deepseek["memory"] == [{"use": "optimizer-bf16"}]
+    assert deepseek["train"]["main_gradients"] == "bfloat16"
+    assert tune.spec_of(ROWS["p142"])["train"]["main_gradients"] == "float32"
     recompute, states = tune.spec_of(ROWS["p142"])["memory"]
     assert {"attention", "experts", "dispatch"} <= set(recompute["regions"])
     assert states == {"use": "optimizer-bf16"}

@@ -234,6 +234,10 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
     "weights gathered once": ({**SHARED_OUT, "parallel": zeros(2, 2)}, 8),
     "dense gathered and reduced once": ({**SHARED_OUT, "parallel": zeros(1, 3)}, 8),
     "experts gathered and reduced once": ({**SHARED_OUT, "parallel": zeros(3, 1), "train": LONGER}, 8),
+    "experts gathered and reduced once, in bf16": (
+        {**SHARED_OUT, "parallel": zeros(3, 1), "train": {**LONGER, "main_gradients": "bfloat16"}},
+        8,
+    ),
     "gathered once, one micro-batch": ({**SHARED_OUT, "parallel": zeros(1, 2), "train": BRIEF}, 8),
     "gathered once, six layers": ({**SHARED_OUT, "parallel": zeros(2, 1), "model": LONG}, 8),
     "gathered once, recomputed": ({**SHARED_OUT, "parallel": zeros(2, 2), "memory": [recompute("layer")]}, 8),
@@ -304,7 +308,7 @@ QUICK = (
     "static rows, pages",
     "in parts, groups filled",
     "packs of documents that ranks share",
-    "experts gathered and reduced once",
+    "experts gathered and reduced once, in bf16",
     "sharded, experts and embedding frozen",
     "a third party's dispatcher and memory policy",
 )

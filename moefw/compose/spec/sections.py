@@ -77,8 +77,9 @@ class TrainSpec:
     clip_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))  # type: ignore[arg-type]
     """Largest norm of the whole gradient: a longer one is scaled down to it. null: gradients are not clipped."""
     main_gradients: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which micro-batches add up the gradients of matrices that FSDP does not shard.
+    """Dtype in which micro-batches add up gradients that a rank holds whole.
 
+    These are the gradients of matrices that FSDP does not shard, and with ``zero: 1`` of all parameters that it shards.
     They are fp32 when they are summed over ranks, and for the optimizer.
     """
     delay_wgrads: bool = False

@@ -37,11 +37,11 @@ M = TypeVar("M", bound=nn.Module)
 class Gathering:
     """Takes the place of :class:`moefw.runtime.parallel.sharding.Sharding`.
 
-    ``shards``: the shape of this rank's shard of each parameter. ``operations`` is told FSDP's collectives and copies.
-    ``reduced_once``: when units of ZeRO 1 reduce gradients (:data:`Reduced`). Until then their parameters have
-    gradients in fp32. ``is_first``: whether the micro-batch is the first of its step, in which units of ZeRO 1 and 2
-    gather. ``only``: the layers that are built, if others are left out. ``step``: the weights that micro-batches share,
-    once the step has begun.
+    ``shards``: the shape of this rank's shard of each parameter. ``operations`` is told FSDP's collectives and
+    copies. ``reduced_once``: when units of ZeRO 1 reduce gradients (:data:`Reduced`). Until then their parameters
+    have gradients in ``main_dtype``. ``is_first``: whether the micro-batch is the first of its step, in which units
+    of ZeRO 1 and 2 gather. ``only``: the layers that are built, if others are left out. ``step``: the weights that
+    micro-batches share, once the step has begun.
     """
 
     step: StepWeights
@@ -53,6 +53,7 @@ class Gathering:
         operations: Operations,
         *,
         reduced_once: Reduced,
+        main_dtype: torch.dtype,
         is_first: bool,
         only: Sequence[RunLayer] | None = None,
     ) -> None:
@@ -60,6 +61,7 @@ class Gathering:
         self.recorder = recorder
         self.operations = operations
         self.reduced_once = reduced_once
+        self.main_dtype = main_dtype
         self.is_first = is_first
         self._only = only
         self.units: list[Unit] = []
@@ -70,7 +72,7 @@ class Gathering:
 
     def add_up(self, gathered: nn.Parameter, stored: nn.Parameter) -> None:
         """Let micro-batches add up the gradients of a gathered parameter."""
-        gathered.grad_dtype = torch.float32
+        gathered.grad_dtype = self.main_dtype
         gathered.grad = stored.grad
         stored.grad = None
         self.step.add_up(gathered, gathered)
@@ -350,7 +352,8 @@ class Unit:
             self.grads = torch.empty(self.elements // self.shards)
             return
         for parameter in (each for each in self.parameters if each.requires_grad):
-            parameter.grad = torch.empty(parameter.shape)
+            parameter.grad_dtype = self.sharding.main_dtype
+            parameter.grad = torch.empty(parameter.shape, dtype=parameter.grad_dtype)
             self.sharding.recorder.label([parameter.grad], GRADIENTS)
 
     def _reduce(self) -> None:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import final
 
-from torch import nn
-
 from moefw.core.contracts import Layout
 from moefw.planner.measurement.micro_batch import FP32, MicroBatch
 from moefw.runtime.parallel.gradients import SMALL, Family, Gradients
@@ -25,6 +23,7 @@ class GradientSums:
         self._batch = batch
         self._layout = layout
         self._families = Gradients(batch.model, layout).families
+        self._main_gradients = batch.main_gradients()
 
     @property
     def buffers(self) -> int:
@@ -35,8 +34,7 @@ class GradientSums:
         """Note their operators and transfers, as work of the phase ``gradients``."""
         with self._batch.recorder.places.phase("gradients"):
             for family in self._families:
-                for parameter in family.parameters:
-                    self._note_widening(parameter)
+                self._note_widening(family)
             for family in self._summed():
                 self._note_sums(family)
             for family in self._families:
@@ -54,11 +52,12 @@ class GradientSums:
         small = [nbytes for nbytes in sizes if nbytes <= FP32 * SMALL]
         return large, small
 
-    def _note_widening(self, parameter: nn.Parameter) -> None:
-        """Note that a gradient that micro-batches add up in fewer bits becomes fp32."""
-        narrow = self._batch.summed_in(parameter).itemsize
-        if narrow < FP32:
-            self._batch.operations.moved((narrow + FP32) * prod(self._batch.stored(parameter)))
+    def _note_widening(self, family: Family) -> None:
+        """Note that gradients that micro-batches add up in fewer bits become fp32: FSDP casts its own."""
+        for parameter in family.parameters:
+            narrow, wide = self._main_gradients[parameter], FP32 * parameter.numel()
+            if narrow < wide and not self._batch.is_sharded(parameter):
+                self._batch.operations.moved(narrow + wide)
 
     def _note_sums(self, family: Family) -> None:
         ranks = self._layout.plan.group(self._layout.rank, family.summed_over)

@@ -258,7 +258,7 @@ def with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> 
     sums.note()
     # The update needs the gradients of what this rank stores, in fp32, where micro-batches add up in another dtype or
     # in whole parameters. Gradients are added up over ranks before the optimizer allocates, so only the larger counts.
-    gradients = batch.main_gradients()
+    gradients = sum(batch.main_gradients().values())
     gradients_for_update = sum(masters.values()) - gradients
     held = Held(
         parameters=sum(masters.values()) + frozen,

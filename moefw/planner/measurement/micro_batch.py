@@ -139,6 +139,7 @@ class MicroBatch:
             self.recorder,
             self.operations,
             reduced_once=self._reduced_once,
+            main_dtype=self._main_dtype,
             is_first=self._is_first,
             only=self._only,
         )
@@ -154,6 +155,10 @@ class MicroBatch:
         if self.sharding is None:
             return parameter.shape
         return self.sharding.shards.get(parameter, parameter.shape)
+
+    def is_sharded(self, parameter: nn.Parameter) -> bool:
+        """Whether FSDP shards a parameter."""
+        return self.sharding is not None and parameter in self.sharding.shards
 
     def num_sharing(self, parameter: nn.Parameter) -> int:
         """Number of ranks that share a parameter."""
@@ -350,22 +355,21 @@ class MicroBatch:
         """Whether gradients of earlier micro-batches are freed in this one."""
         return any(unit.reduced == "step" for unit in self.units)
 
-    def main_gradients(self) -> int:
-        """Bytes of all gradients between micro-batches."""
-        trained = [each for each in self.model.parameters() if each.requires_grad]
-        whole = self.sharding.added_up_whole if self.sharding is not None else ()
-        shapes = [each.shape if each in whole else self.stored(each) for each in trained]
-        return sum(
-            prod(shape) * self.summed_in(parameter).itemsize for parameter, shape in zip(trained, shapes, strict=True)
-        )
+    def main_gradients(self) -> dict[nn.Parameter, int]:
+        """Bytes in which micro-batches add up the gradient of each parameter that trains.
 
-    def summed_in(self, parameter: nn.Parameter) -> torch.dtype:
-        """Dtype in which micro-batches add up the gradient of a parameter.
-
-        ``train.main_gradients`` is that of matrices that FSDP does not shard; all others add up in fp32.
+        ``train.main_gradients`` is the dtype of matrices that FSDP does not shard, and of all that it reduces once a
+        step, which is added up whole.
         """
-        shards = {} if self.sharding is None else self.sharding.shards
-        return torch.float32 if parameter in shards or parameter.dim() < 2 else self._main_dtype
+        whole = frozenset() if self.sharding is None else self.sharding.added_up_whole
+        found = {}
+        for parameter in (each for each in self.model.parameters() if each.requires_grad):
+            is_matrix_of_rank = parameter.dim() > 1 and not self.is_sharded(parameter)
+            if parameter in whole or is_matrix_of_rank:
+                found[parameter] = parameter.numel() * self._main_dtype.itemsize
+            else:
+                found[parameter] = prod(self.stored(parameter)) * FP32
+        return found
 
 
 def as_trained(batch: Batch, train: TrainSpec) -> Batch:

@@ -231,7 +231,7 @@ def _held(batch: MicroBatch) -> tuple[ByLayer, ByLayer]:
     }
     parameters: Counter[tuple[int | None, str]] = Counter()
     gradients: Counter[tuple[int | None, str]] = Counter()
-    whole = batch.sharding.added_up_whole if batch.sharding is not None else ()
+    main_gradients = batch.main_gradients()
     for holding in holdings(batch.model):
         parameter = holding.parameter
         key = layer_of.get(parameter), holding.side
@@ -240,8 +240,7 @@ def _held(batch: MicroBatch) -> tuple[ByLayer, ByLayer]:
             parameters[key] += parameter.itemsize * stored
             continue
         parameters[key] += FP32 * stored
-        elements = parameter.numel() if parameter in whole else stored
-        gradients[key] += elements * batch.summed_in(parameter).itemsize
+        gradients[key] += main_gradients[parameter]
     return parameters, gradients
 
 

@@ -40,9 +40,13 @@ class UnshardedGradient:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """The dtype of the sum."""
+        """The dtype of the sum, to which FSDP2 also casts what autograd returns; that of its reduction is another."""
         dtype: torch.dtype = self._fsdp_param.reduce_dtype
         return dtype
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype) -> None:
+        self._fsdp_param.reduce_dtype = value
 
     @property
     def shape(self) -> torch.Size:
@@ -53,24 +57,33 @@ class UnshardedGradient:
 
 @contextmanager
 def added_up_unsharded(
-    model: nn.Module,
+    model: nn.Module, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[Mapping[nn.Parameter, UnshardedGradient], Callable[[], None]]]:
     """Let the units of ZeRO 1 of a model reduce no gradients in this block. Collective, if the model was never called.
 
     Yield where the gradients of their gathered parameters are added up, and a function that lets later backwards reduce
     all that was added up. Call this in :func:`moefw.runtime.parallel.zero.kept`.
+
+    ``dtype``: that of the sums, of vectors too, because FSDP2 reduces gradients of one dtype together. They are reduced
+    in fp32 in any case.
     """
     adding_up = units(model, 1)
+    sums = accumulators(model)
+    fsdps_own = [whole.grad_dtype for whole in sums.values()]
 
     def reduce(now: bool) -> None:
         for unit in adding_up:
             unit.set_requires_gradient_sync(now, recurse=False)
 
     reduce(False)
+    for whole in sums.values():
+        whole.grad_dtype = dtype
     try:
-        yield accumulators(model), partial(reduce, True)
+        yield sums, partial(reduce, True)
     finally:
         reduce(True)
+        for whole, own in zip(sums.values(), fsdps_own, strict=True):
+            whole.grad_dtype = own
 
 
 def accumulators(model: nn.Module) -> Mapping[nn.Parameter, UnshardedGradient]:
