@@ -221,9 +221,8 @@ def _verdict(found: Found) -> str:
     own = found["own"]
     if not own["fits"]:
         return f"missed: {-own['left_bytes'] / GIB:.1f} GiB are missing"
-    slowest = min(each["step_time_s"] for each in found["tied"]) * (1 + found["error_of_ratio_percent"] / 100)
-    below_group = 100 * (1 - slowest / own["step_time_s"])
-    if below_group <= 0:
+    below_group = own["below_tied_percent"]
+    if not below_group:
         return "found: tied"
     if below_group <= ALLOWED:
         return f"found: {below_group:.1f} % below the tied group"
@@ -273,7 +272,7 @@ def _differences(own: Found, best: Found) -> Iterator[str]:
 def _refutation(row: Row, found: Found) -> Iterator[str]:
     """Yield what measurement would refute the prediction."""
     ratio = found["own"]["step_time_s"] / found["best"]["step_time_s"]
-    error = found["error_of_ratio_percent"] / 100
+    error = found["own"]["error_of_ratio_percent"] / 100
     published = float(row["truth_tflops"])
     low, high = published * ratio * (1 - error), published * ratio * (1 + error)
     gain = "A gain is predicted" if ratio > 1 + error else "No gain is predicted"

@@ -32,7 +32,7 @@ from moefw.planner.time.likeness import error_of_ratio, held_out
 from moefw.planner.time.nodes import node_gpus, power_of_two
 from moefw.planner.tune.candidates import Candidate
 from moefw.planner.tune.excerpts import Excerpts
-from moefw.planner.tune.ranking import tied
+from moefw.planner.tune.ranking import error_percent, fastest_of, percent_below_ties, tied
 from moefw.planner.tune.reasons import impossible, reasons
 from moefw.planner.tune.search import Search, Where
 from moefw.planner.tune.settings import Settings, with_settings
@@ -179,21 +179,29 @@ def _data(
         "counts": search.counts,
         "error_of_ratio_percent": 100 * error_of_ratio(held_out()).share,
         "best": {**best.to_data(), "time": told.to_data()},
-        "own": search.own.to_data(),
+        "own": {**search.own.to_data(), **_beside(search.own, best, group)},
         "tied": [candidate.to_data() for candidate in group],
         "reasons": list(lines),
         "spec": spec,
     }
 
 
+def _beside(own: Candidate, best: Candidate, group: Sequence[Candidate]) -> dict[str, float | None]:
+    """How a spec as it is compares with the best and with the tied group; None: its time is unknown."""
+    if own.told is None:
+        return {"error_of_ratio_percent": None, "below_tied_percent": None}
+    below = percent_below_ties(own, fastest_of(group))
+    return {"error_of_ratio_percent": error_percent(own, best), "below_tied_percent": max(0.0, below)}
+
+
 def _show(search: Search, best: Candidate, told: Forecast, group: Sequence[Candidate], lines: Sequence[str]) -> None:
     """Print the tied group, what the best is, and why the rest loses."""
-    fastest = min(candidate.step_s for candidate in group)
+    fastest_s = fastest_of(group).step_s
     others = [candidate for candidate in group if candidate.settings != best.settings]
     rows = [
         (
             f"{candidate.step_s:.4g}",
-            f"{100 * (candidate.step_s / fastest - 1):.1f}",
+            f"{100 * (candidate.step_s / fastest_s - 1):.1f}",
             f"{candidate.tokens_per_s_per_gpu:.0f}",
             f"{(candidate.left_bytes or 0) / GIB:.1f}",
             candidate.label,
@@ -203,8 +211,9 @@ def _show(search: Search, best: Candidate, told: Forecast, group: Sequence[Candi
     head = ("step s", "% slower", "tokens/s a GPU", "GiB left", "settings")
     print_table(Console(markup=False, highlight=False), head, rows)
     click.echo(
-        f"\n{len(group)} candidates are within {100 * error_of_ratio(held_out()).share:.0f} %, the error of a ratio: "
-        "they are tied, and in the order of memory left, then simplicity"
+        f"\n{len(group)} candidates are within the error of a ratio of the fastest, which is "
+        f"{100 * error_of_ratio(held_out()).share:.0f} %, and more where one of two is unlike published rows: they are "
+        "tied, and in the order of memory left, then simplicity"
     )
     click.echo(
         f"the first, planned whole: a step takes {told.told.step_s:.4g} s, give or take {told.bar.percent:.0f} %: "

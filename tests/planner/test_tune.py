@@ -25,12 +25,12 @@ from moefw.planner import cluster as clusters
 from moefw.planner import ledger
 from moefw.planner.data_files import Figure
 from moefw.planner.report import Ledger
-from moefw.planner.time.likeness import error_of_ratio, held_out
+from moefw.planner.time.likeness import Inputs, error_of_ratio, held_out
 from moefw.planner.time.software import Software
 from moefw.planner.tune.candidates import OUTCOMES, Candidate
 from moefw.planner.tune.compose import Composer
 from moefw.planner.tune.excerpts import Excerpts
-from moefw.planner.tune.ranking import tied
+from moefw.planner.tune.ranking import percent_below_ties, tied
 from moefw.planner.tune.reasons import impossible, reasons
 from moefw.planner.tune.search import Search, Where
 from moefw.planner.tune.settings import MICRO_BATCH, PIPELINE, Settings, with_settings
@@ -157,24 +157,43 @@ def test_parts_that_the_software_lacks_are_refused_and_counted() -> None:
     assert {candidate.settings[PIPELINE]["use"] for candidate in search.candidates} <= {"1f1b", "interleaved", "merged"}
 
 
-def test_ties_are_in_the_order_of_memory_left_then_simplicity() -> None:
-    def candidate(label: str, step_s: float, left: int, complexity: int) -> Candidate:
-        told: Any = SimpleNamespace(step_s=step_s)
-        left_bytes = left << 30
-        return Candidate(
-            settings={}, label=label, told=told, left_bytes=left_bytes, peak_bytes=complexity, complexity=complexity
-        )
+def a_candidate(
+    label: str, step_s: float, *, left_gib: int = 1, complexity: int = 1, inputs: Inputs | None = None
+) -> Candidate:
+    """Return a candidate of such a time, with inputs of a published row if none are given."""
+    told: Any = SimpleNamespace(step_s=step_s)
+    return Candidate(
+        settings={},
+        label=label,
+        told=told,
+        inputs=inputs or held_out()[0].inputs,
+        left_bytes=left_gib << 30,
+        peak_bytes=complexity,
+        complexity=complexity,
+    )
 
-    near = 1 + error_of_ratio(held_out()).share / 2
-    far = 1 + error_of_ratio(held_out()).share * 1.1
+
+def test_ties_are_in_the_order_of_memory_left_then_simplicity() -> None:
+    error = error_of_ratio(held_out()).share
     found = [
-        candidate("fastest", 1.0, 1, 3),
-        candidate("roomy", near, 9, 4),
-        candidate("simple and roomy", near, 9, 2),
-        candidate("slow", far, 20, 1),
-        candidate("too large", 0.5, -1, 0),
+        a_candidate("fastest", 1.0, left_gib=1, complexity=3),
+        a_candidate("roomy", 1 + error / 2, left_gib=9, complexity=4),
+        a_candidate("simple and roomy", 1 + error / 2, left_gib=9, complexity=2),
+        a_candidate("slow", 1 + error * 1.1, left_gib=20, complexity=1),
+        a_candidate("too large", 0.5, left_gib=-1, complexity=0),
     ]
     assert [each.label for each in tied(found)] == ["simple and roomy", "roomy", "fastest"]
+
+
+def test_a_candidate_that_is_unlike_published_rows_ties_with_slower_ones() -> None:
+    known, unlike = held_out()[0].inputs, evolve(held_out()[0].inputs, tp=64, cp=64)
+    slower = 1 + error_of_ratio(held_out()).share * 1.4
+    found = [a_candidate("fastest", 1.0, inputs=unlike), a_candidate("known", slower, left_gib=9, inputs=known)]
+    assert [each.label for each in tied(found)] == ["known", "fastest"]
+    assert percent_below_ties(found[1], found[0]) < 0
+    both_unlike = [evolve(each, inputs=unlike) for each in found]
+    assert [each.label for each in tied(both_unlike)] == ["fastest"]
+    assert percent_below_ties(both_unlike[1], both_unlike[0]) > 0
 
 
 def test_where_nothing_fits_all_is_said_with_the_nearest_that_fits() -> None:

@@ -162,13 +162,20 @@ def error_of_ratio(rows: Sequence[HeldOut]) -> ErrorOfRatio:
 def ratio_percent(one: Inputs, other: Inputs, rows: Sequence[HeldOut]) -> float:
     """Percent by which the ratio of two predicted speeds may be wrong, of :data:`SHARE` of such ratios.
 
-    Errors of two models, or of two kinds of software, are taken as independent. What is far from all rows in one of
-    both widens that of others.
+    Errors of two models, or of two kinds of software, are taken as independent.
     """
-    bars = [bar(inputs, rows) for inputs in (one, other)]
-    if one.model_and_software != other.model_and_software:
-        return hypot(*(each.percent for each in bars))
-    far = set(bars[0].extrapolated) ^ set(bars[1].extrapolated)
+    if one.model_and_software == other.model_and_software:
+        return percent_of_alike(one, other, rows)
+    return hypot(*(bar(inputs, rows).percent for inputs in (one, other)))
+
+
+def percent_of_alike(one: Inputs, other: Inputs, rows: Sequence[HeldOut]) -> float:
+    """Percent by which the ratio of the predicted speeds of two layouts of one model may be wrong.
+
+    What is far from all rows in one of both widens it; what is far in both does not.
+    """
+    known = [row.inputs for row in rows]
+    far = set(extrapolated(one, known)) ^ set(extrapolated(other, known))
     return 100 * error_of_ratio(rows).share * (1 + FURTHER * len(far))
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from moefw.planner.time.likeness import Inputs
 from moefw.planner.time.step import Told
 from moefw.planner.tune.settings import Settings
 
@@ -25,7 +26,7 @@ class Candidate:
     ``problems``: why ``check`` refuses them, which parts the software lacks, or why they cannot be measured; then
     nothing else is known. ``problems_are``: which of these.
     ``complexity``: the parallel dimensions and policies in use. ``position``: the one on pp that needs most memory.
-    ``sizes``: of the layout.
+    ``sizes``: of the layout. ``inputs``: what of it published rows are like or unlike in, if its time is known.
     """
 
     settings: Settings
@@ -33,6 +34,7 @@ class Candidate:
     problems: tuple[str, ...] = ()
     problems_are: str = NOT_MEASURABLE
     told: Told | None = None
+    inputs: Inputs | None = None
     peak_bytes: int | None = None
     left_bytes: int | None = None
     position: int = 0

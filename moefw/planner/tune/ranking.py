@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from moefw.planner.time.likeness import error_of_ratio, held_out
+from moefw.planner.time.likeness import held_out, percent_of_alike
 from moefw.planner.tune.candidates import Candidate
 
 GIB: Final = 2**30
@@ -19,13 +19,30 @@ def tied(candidates: Sequence[Candidate]) -> list[Candidate]:
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         return []
-    fastest = min(candidate.step_s for candidate in fitting)
-    group = [candidate for candidate in fitting if candidate.step_s <= fastest * (1 + error_of_ratio(held_out()).share)]
+    fastest = fastest_of(fitting)
+    group = [candidate for candidate in fitting if percent_below_ties(candidate, fastest) <= 0]
     alike: dict[object, Candidate] = {}
     for candidate in sorted(group, key=_order):
         same = candidate.step_s, candidate.peak_bytes, tuple(candidate.sizes.items())
         alike.setdefault(same, candidate)
     return list(alike.values())
+
+
+def fastest_of(candidates: Sequence[Candidate]) -> Candidate:
+    """Candidate with the shortest step."""
+    return min(candidates, key=lambda each: each.step_s)
+
+
+def error_percent(one: Candidate, other: Candidate) -> float:
+    """Percent by which the ratio of two predictions may be wrong: more where one alone is unlike published rows."""
+    assert one.inputs is not None and other.inputs is not None, "both have a time"  # noqa: PT018
+    return percent_of_alike(one.inputs, other.inputs, held_out())
+
+
+def percent_below_ties(candidate: Candidate, fastest: Candidate) -> float:
+    """Percent by which a candidate is slower than what ties with the fastest; 0 or less: it ties itself."""
+    slowest_s = fastest.step_s * (1 + error_percent(candidate, fastest) / 100)
+    return 100 * (1 - slowest_s / candidate.step_s)
 
 
 def _order(candidate: Candidate) -> tuple[object, ...]:

@@ -10,8 +10,8 @@ from attrs import evolve
 
 from moefw.core.errors import PlanError, Problem
 from moefw.planner.cluster import GIB
-from moefw.planner.time.likeness import error_of_ratio, held_out
 from moefw.planner.tune.candidates import Candidate
+from moefw.planner.tune.ranking import error_percent
 from moefw.planner.tune.search import Search
 
 REMEDIES: Final = 4
@@ -50,7 +50,7 @@ def _why(search: Search, candidate: Candidate, best: Candidate) -> str:
     """Why a candidate is not the best one."""
     what = difference(search, candidate, best)
     ratio = candidate.step_s / best.step_s - 1
-    error = error_of_ratio(held_out()).share
+    error = error_percent(candidate, best) / 100
     speed = f"{100 * abs(ratio):.0f} ± {100 * error:.0f} % {'slower' if ratio > 0 else 'faster'}"
     if not candidate.fits:
         missing = f"misses by {candidate.missing_bytes / GIB:.1f} GiB on position {candidate.position}"

@@ -176,6 +176,7 @@ class Search:
             settings=settings,
             label=self.space.label(settings),
             told=told.told,
+            inputs=told.inputs,
             peak_bytes=peak,
             left_bytes=None if peak is None else self.where.cluster.memory_bytes - peak,
             position=ledger.position,
