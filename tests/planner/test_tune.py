@@ -102,6 +102,15 @@ def test_a_composed_candidate_is_as_fast_and_as_large_as_its_whole_plan(settings
     assert composed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("settings", [{**MERGED, **SHARDED}, {EP: 2, **MERGED, **ZERO_1}], ids=["sharded", "whole"])
+def test_a_candidate_in_other_software_takes_what_its_whole_plan_does(settings: Settings) -> None:
+    """Kernels outside of layers are launched once for a micro-batch there, however many stages a rank has."""
+    search = search_of(runs=Software(implementation="megatron"))
+    composed = search.look({**search.space.own, **settings})
+    whole, _ = search.exact(composed, ledger)
+    assert composed.step_s == pytest.approx(whole.step_s, rel=0.001)
+
+
 @pytest.mark.parametrize("settings", [{PP: 4, **SHARDED}, {EP: 2, **MERGED, **ZERO_1}], ids=["pp 4", "merged"])
 def test_groups_of_a_composed_candidate_lie_as_in_its_whole_plan(settings: Settings) -> None:
     search = search_of()

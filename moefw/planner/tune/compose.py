@@ -7,7 +7,7 @@ candidate, what ranks hold of them, and send to gather and to reduce them, is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any, Final
@@ -185,11 +185,7 @@ class Composer:
         for kind, number in layers.items():
             for work in self.excerpt.layers[kind].work:
                 yield evolve(work, layers=number, transfers=self._retargeted(work.transfers))
-        for _, share in self._outside(stages):
-            for work in share.work:
-                kept = tuple(transfer for transfer in work.transfers if transfer.kind != SEND)
-                yield evolve(work, transfers=self._retargeted(kept))
-        yield from self._sends(stages)
+        yield from _in_one((*self._work_outside(stages), *self._sends(stages)))
         for work in self._end(stages).ends:
             transfers = tuple(transfer.larger(growth) for transfer in self._retargeted(work.transfers))
             held = sum(self._end(stages).held.values()) or 1
@@ -203,6 +199,13 @@ class Composer:
                 on_host=OnHost().plus(work.on_host, now / held),
             )
 
+    def _work_outside(self, stages: Sequence[Stage]) -> Iterator[Work]:
+        """Yield what stages do outside of layers, without what they send to others."""
+        for _, share in self._outside(stages):
+            for work in share.work:
+                kept = tuple(transfer for transfer in work.transfers if transfer.kind != SEND)
+                yield evolve(work, transfers=self._retargeted(kept))
+
     def _sends(self, stages: Sequence[Stage]) -> Iterator[Work]:
         """Yield what stages send to those before and behind them, where these are at other positions."""
         own = {stage.index for stage in stages}
@@ -210,13 +213,12 @@ class Composer:
         back = sum(not stage.is_first and stage.index - 1 not in own for stage in stages)
         for end, times in ((self.excerpt.ends[0], ahead), (self.excerpt.ends[-1], back)):
             for work in end.outside.work if times else ():
-                sends = tuple(self._sent(transfer) for transfer in work.transfers if transfer.kind == SEND)
+                sends = tuple(self._sent(transfer, times) for transfer in work.transfers if transfer.kind == SEND)
                 if sends:
-                    empty = evolve(work, products=(), operators=0, nbytes=0, on_host=OnHost())
-                    yield evolve(empty, layers=times, transfers=sends)
+                    yield evolve(work, products=(), operators=0, nbytes=0, on_host=OnHost(), transfers=sends)
 
-    def _sent(self, transfer: Transfer) -> Transfer:
-        """A transfer to another stage, which lies as far away as the candidate's stages do."""
+    def _sent(self, transfer: Transfer, times: int) -> Transfer:
+        """A transfer to another stage, so many times, which lies as far away as the candidate's stages do."""
         layout: Any = self.assembly.layout
         ranks = layout.group(0, ("pp",))
         nbytes = transfer.node + transfer.network
@@ -227,6 +229,7 @@ class Composer:
             node=nbytes if is_inside else 0,
             network=0 if is_inside else nbytes,
             span=ranks[-1] - ranks[0],
+            times=times * transfer.times,
         )
 
     def _retargeted(self, transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
@@ -244,6 +247,25 @@ class Composer:
         in_node = round(to_each * copies.in_node)
         network = round(to_each * (copies.number - 1 - copies.in_node))
         return evolve(transfer, ranks=copies.number, node=in_node, network=network, span=copies.span)
+
+
+def _in_one(works: Iterable[Work]) -> Iterator[Work]:
+    """Yield one work of each region and phase, as whole plans have it: software launches some kernels once for each."""
+    alike: dict[tuple[str, str], list[Work]] = {}
+    for work in works:
+        alike.setdefault((work.region, work.phase), []).append(work)
+    for first, *others in alike.values():
+        total = first
+        for work in others:
+            total = evolve(
+                total,
+                products=(*total.products, *work.products),
+                transfers=(*total.transfers, *work.transfers),
+                operators=total.operators + work.operators,
+                nbytes=total.nbytes + work.nbytes,
+                on_host=total.on_host.plus(work.on_host),
+            )
+        yield total
 
 
 def _copies(assembly: Assembly, excerpt: Excerpt, side: str) -> Copies:
