@@ -32,7 +32,7 @@ from moefw.core.choice import Choice
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import MoefwError, PlanError, PluginError, Problem, SpecError, nearest
 from moefw.core.facts import ANY, FACTS, Need, Offers, offers
-from moefw.core.plugin import DataSourcePlugin, ModelPlugin, Plugin
+from moefw.core.plugin import OPTIMIZER, DataSourcePlugin, ModelPlugin, OptimizerMemoryPolicyPlugin, Plugin
 from moefw.core.site import Dims, Machine, Site
 
 MAX_LAYERS = 1000
@@ -366,7 +366,7 @@ class _Resolution:
     def check_regions(self) -> None:
         """Report regions named twice. One policy may treat a region, or one per mechanism if the policies join.
 
-        Of those that store states in another format, there is one.
+        Of those that store states in another format, there is one. The optimizer's states have policies of their own.
         """
         owners: dict[tuple[str, str], tuple[_Placed, int]] = {}
         rounders: dict[str, _Placed] = {}
@@ -380,6 +380,11 @@ class _Resolution:
                     if region is UNKNOWN:
                         continue
                     place = (*placed.path, "regions", index)
+                    if region == OPTIMIZER and not isinstance(placed.part, OptimizerMemoryPolicyPlugin):
+                        what = f"{placed} treats what forward saves, and the optimizer's states are not."
+                        fix = "Leave the region out, and use a policy for these states, such as optimizer-offload."
+                        self.tell(place, Problem(what, fix))
+                        continue
                     owner = owners.setdefault((region, mechanism), (placed, index))
                     if owner != (placed, index):
                         what = f"{placed} and {owner[0]} both treat region {region!r}."

@@ -120,6 +120,7 @@ def test_host_memory_that_cannot_be_had_is_told(pinned: bool, kind: str) -> None
         ([offload("experts", fraction=1.5)], "fraction"),
         ([offload("experts", min_bytes=-1)], "min_bytes"),
         ([offload("experts"), recompute("experts")], "both treat region 'experts'"),
+        ([offload("optimizer")], "offload treats what forward saves, and the optimizer's states are not."),
         ([offload("expert")], "Did you mean 'experts'?"),
         ([offload("moe_act")], "grouped offers moe_act=recompute"),
     ],

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.registry import RegisteredPlugin
-from moefw.core.plugin import OptimizerMemoryPolicyPlugin
+from moefw.core.plugin import OPTIMIZER, OptimizerMemoryPolicyPlugin
 from moefw.planner.tune.settings import (
     DISPATCH,
     MEMORY,
@@ -286,7 +286,8 @@ def _policies(assembly: Assembly, parts: Sequence[RegisteredPlugin], *, exact: b
         if issubclass(policy, OptimizerMemoryPolicyPlugin):
             pairs.append((part.name, ""))
         else:
-            pairs += [(part.name, region) for region, mechanism in allowed if mechanism == policy.mechanism]
+            regions = [region for region, mechanism in allowed if mechanism == policy.mechanism]
+            pairs += [(part.name, region) for region in regions if region != OPTIMIZER]
     own = _pairs_of(assembly)
     kept = tuple(choice for choice, plain in _spelled(assembly) if not plain)
     return Policies(tuple(dict.fromkeys([*pairs, *own])), kept)
