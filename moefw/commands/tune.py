@@ -36,7 +36,7 @@ from moefw.planner.tune.ranking import error_percent, fastest_of, percent_below_
 from moefw.planner.tune.reasons import impossible, reasons
 from moefw.planner.tune.search import Search, Where
 from moefw.planner.tune.settings import Settings, with_settings
-from moefw.planner.tune.space import BY_DEFAULT, KINDS, space_of
+from moefw.planner.tune.space import BY_DEFAULT, NAMES, space_of
 from moefw.system.folders import cache_dir
 
 EXCERPTS = "excerpts"
@@ -56,8 +56,8 @@ RANKS_PER_NODE = ("parallel", "ranks_per_node")
     "--candidates", type=click.IntRange(min=1), default=CANDIDATES, show_default=True, help="Most to look at."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
-@click.option("--vary", multiple=True, type=click.Choice(KINDS), help="Vary this alone; may be given several times.")
-@click.option("--keep", multiple=True, type=click.Choice(KINDS), help="Keep this as SPEC has it.")
+@click.option("--vary", multiple=True, type=click.Choice(NAMES), help="Vary this alone; may be given several times.")
+@click.option("--keep", multiple=True, type=click.Choice(NAMES), help="Keep this as SPEC has it.")
 @click.option("--as", "runs_as", metavar="NAME|FILE.yaml", help="Predict the time of other software.")
 @click.option(
     "--skew", type=click.FloatRange(min=1.0), default=1.0, help="Rows of the rank with most, beside the mean."
@@ -83,7 +83,6 @@ def tune(
     Layouts, sharding, schedules, micro-batches, exact memory policies and dispatchers vary; with --vary precision also
     formats and policies that change what is computed. Exits with 2 if nothing fits.
     """
-    kinds = [kind for kind in (vary or BY_DEFAULT) if kind not in keep]
     try:
         runs = software.Software() if runs_as is None else software.read(runs_as)
         where = _where(cluster, runs, skew)
@@ -100,10 +99,10 @@ def tune(
         own = resolve({}, gpus)
         registry.load_all()
         where = evolve(where, world=own.layout.world)
-        if "schedule" in kinds:  # each schedule has its own overlap, whatever the software is set to
+        space = space_of(own, registry.parts(), vary or BY_DEFAULT, _nodes(own, where), keep)
+        if any(axis.kind == "schedule" for axis in space.axes):
+            # Each schedule has its own overlap, whatever the software is set to.
             where = evolve(where, runs=evolve(where.runs, ep_overlap=None))
-        stays = _nodes(own, where)
-        space = space_of(own, registry.parts(), kinds, stays)
         excerpts = Excerpts(resolve, cache_dir() / EXCERPTS)
         with _progress(candidates) as said:
             search = Search(space, where, resolve, excerpts, said)

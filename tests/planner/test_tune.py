@@ -58,10 +58,11 @@ class OfAnother(OneForwardOneBackward):
 
 
 def search_of(
-    kinds: tuple[str, ...] = BY_DEFAULT,
+    vary: tuple[str, ...] = BY_DEFAULT,
     cache: Path | None = None,
     gib: float | None = None,
     runs: Software = Software(),  # noqa: B008 - it is frozen
+    keep: tuple[str, ...] = (),
 ) -> Search:
     """Search around ``TREE``, with a schedule of a third party. ``gib``: memory of a GPU."""
     registry = Registry([SimpleNamespace(moefw_pipelines=hookimpl(lambda: [OfAnother]))])
@@ -77,7 +78,7 @@ def search_of(
     if gib is not None:
         cluster = evolve(cluster, gpu=evolve(cluster.gpu, memory_gib=Figure(value=gib, source="https://a.test")))
     where = Where(world=WORLD, cluster=cluster, name="h100", runs=runs)
-    return Search(space_of(own, registry.parts(), kinds, {}), where, resolve, Excerpts(resolve, cache))
+    return Search(space_of(own, registry.parts(), vary, {}, keep), where, resolve, Excerpts(resolve, cache))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,16 @@ def test_a_part_of_a_third_party_enters_the_search() -> None:
     assert sum(search.counts[name] for name in OUTCOMES) == search.counts["candidates"]
     best = tied(search.candidates)[0]
     assert any("interleaved" in line or "gpipe" in line for line in reasons(search, best))
+
+
+def test_what_is_kept_stays_and_what_is_named_varies_alone() -> None:
+    own = search_of()
+    assert {axis.name for axis in search_of(("layout",)).space.axes} == {"pp", "tp", "cp", "ep", "etp"}
+    assert {axis.name for axis in search_of(("ep", "memory")).space.axes} == {"ep", "memory"}
+    kept = search_of(keep=("tp", "schedule"))
+    assert {axis.name for axis in own.space.axes} - {axis.name for axis in kept.space.axes} == {"tp", "schedule"}
+    kept.run(20, seed=0)
+    assert all(("parallel", "dense", "tp") not in candidate.settings for candidate in kept.known.values())
 
 
 def test_parts_that_the_software_lacks_are_refused_and_counted() -> None:

@@ -18,6 +18,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.registry import RegisteredPlugin
 from moefw.core.plugin import OPTIMIZER, OptimizerMemoryPolicyPlugin
 from moefw.planner.tune.settings import (
+    AXES,
     DISPATCH,
     MEMORY,
     MICRO_BATCH,
@@ -30,6 +31,8 @@ from moefw.planner.tune.settings import (
 
 KINDS: Final = ("layout", "sharding", "schedule", "micro-batch", "memory", "dispatcher", "precision")
 """What may vary, by name."""
+NAMES: Final = (*KINDS, *AXES)
+"""What may vary or stay, by name: a kind of axes, or a size of the layout."""
 BY_DEFAULT: Final = KINDS[:-1]
 """What varies if nothing is said: precision changes what is computed, so it is asked for."""
 DOUBLINGS: Final = 3
@@ -151,18 +154,32 @@ class Space:
             yield {**self.own, **plain, **pp.settings, **ep.settings}
 
 
-def space_of(assembly: Assembly, parts: Sequence[RegisteredPlugin], kinds: Sequence[str], own: Settings) -> Space:
-    """Space around a spec. ``parts``: what is registered. ``own``: settings that stay in all candidates."""
-    found: dict[str, Sequence[AnyAxis]] = {
-        "layout": [*_layouts(assembly)],
-        "sharding": [*_sharding(assembly)],
-        "schedule": [_choices(assembly, parts, "schedule", "pipeline", PIPELINE, varies=True)],
-        "micro-batch": [_micro_batches(assembly)],
-        "memory": [_policies(assembly, parts, exact="precision" not in kinds)],
-        "dispatcher": [_choices(assembly, parts, "dispatcher", "dispatcher", DISPATCH, varies=False)],
-        "precision": [_choices(assembly, parts, "precision", "precision", PRECISION, varies=False)],
-    }
-    axes = tuple(axis for kind in KINDS if kind in kinds for axis in found[kind])
+def space_of(
+    assembly: Assembly,
+    parts: Sequence[RegisteredPlugin],
+    vary: Sequence[str],
+    own: Settings,
+    keep: Sequence[str] = (),
+) -> Space:
+    """Space around a spec. ``parts``: what is registered. ``own``: settings that stay in all candidates.
+
+    ``vary`` and ``keep``: some of :data:`NAMES`.
+    """
+    exact = "precision" not in vary or "precision" in keep
+    every: Sequence[AnyAxis] = [
+        *_layouts(assembly),
+        *_sharding(assembly),
+        _choices(assembly, parts, "schedule", "pipeline", PIPELINE, varies=True),
+        _micro_batches(assembly),
+        _policies(assembly, parts, exact=exact),
+        _choices(assembly, parts, "dispatcher", "dispatcher", DISPATCH, varies=False),
+        _choices(assembly, parts, "precision", "precision", PRECISION, varies=False),
+    ]
+
+    def is_named(axis: AnyAxis, names: Sequence[str]) -> bool:
+        return axis.kind in names or axis.name in names
+
+    axes = tuple(axis for axis in every if is_named(axis, vary) and not is_named(axis, keep))
     settings = dict(own)
     for axis in axes:
         settings.update(_own_of(axis, assembly))
