@@ -40,12 +40,12 @@ PRECISION: Final = {
     "fp8block": {"use": "fp8-blockwise", "backend": "emulate"},
 }
 GRADIENTS: Final = {"": "float32", "bf16": "bfloat16"}
-KEPT: Final = {"automodel": ("schedule", "tp", "memory", "dispatcher")}
+KEPT: Final = {"automodel": ("schedule", "tp", "etp", "memory", "dispatcher")}
 """What a search keeps of rows of a stack, beside sharding, since the software has nothing else there.
 
-Of AutoModel: its MoE models refuse tensor parallelism, and recompute whole blocks or none, by the parallelizer of the
-row's recipe (``nemo_automodel/components/moe/parallelizer.py`` at 4448734); which other schedules it has is not known
-here. What Megatron has, its implementation's file says.
+Of AutoModel: its MoE models refuse tensor parallelism, shard experts by ``ep`` and FSDP alone, and recompute whole
+blocks or none, by the parallelizer of the row's recipe (``nemo_automodel/components/moe/parallelizer.py`` at 4448734);
+which other schedules it has is not known here. What Megatron has, its implementation's file says.
 """
 LIBRARIES: Final = ("deepep", "hybridep")
 LETTERS: Final = {"embedding": "E", "dense": "t", "moe": "t", "mtp": "m", "head": "L"}
@@ -60,11 +60,12 @@ HEAD: Final = f"""# What vendors found, and what a search finds
 `python benchmarks/tune.py > docs/tune-published.md` writes this page.
 
 [`moefw tune`](tune.md) around the best published rows of three models, in the software of the row (`--as`): with its
-kernels, with graphs as in the row, and of schedules and dispatchers with those alone that it has. AutoModel has no tensor
-parallelism for MoE models and recomputes whole blocks or none, so its row keeps these, its schedule and its dispatcher.
-Parameters stay sharded as in the row, by a distributed optimizer, which is ZeRO 1: no run with ZeRO 2 or 3 was published
-with which a prediction could be checked. What a search finds that varies it, too, is said beside. A published layout is
-found if it fits and is tied with the best that the search finds, or at most {ALLOWED:.0f} % below the tied group.
+kernels, with graphs as in the row, and of schedules and dispatchers with those alone that it has. AutoModel has no
+tensor parallelism for MoE models or inside of experts, and recomputes whole blocks or none, so its row keeps these,
+its schedule and its dispatcher. Parameters stay sharded as in the row, by a distributed optimizer, which is ZeRO 1:
+no run with ZeRO 2 or 3 was published with which a prediction could be checked. What a search finds that varies it,
+too, is said beside. A published layout is found if it fits and is tied with the best that the search finds, or at
+most {ALLOWED:.0f} % below the tied group.
 
 Both times of a row are predictions. The error bar of the best is that of [one prediction](time.md); ties are by the
 error of a ratio. States and recompute are those of the row's recipe, where its page does not say them
