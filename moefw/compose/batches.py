@@ -19,7 +19,7 @@ def batch_problems(train: TrainSpec, layout: LayoutPlan, plan: Callable[[int], L
 
     ``plan``: the layout of another world, None if there is none; it is asked for worlds that keep the batch.
     """
-    dp, cp, tp = (layout.sizes.get(axis, 1) for axis in ("dp", "cp", "tp"))
+    dp, cp, tp = (layout.size(axis) for axis in ("dp", "cp", "tp"))
     pieces = pieces_of(cp)
     if train.seq_len % pieces:
         what = f"seq_len {train.seq_len} does not divide into {pieces} pieces, two for each rank of cp."
@@ -52,7 +52,7 @@ def _ways_to_keep(train: TrainSpec, layout: LayoutPlan, plan: Callable[[int], La
         worlds = [str(world) for world in _nearest_worlds(micro_batches, layout, plan) if world is not None]
         if worlds:
             ways.append(f"{' or '.join(worlds)} ranks")
-    of_a_rank, rest = divmod(sequences, layout.sizes.get("dp", 1))
+    of_a_rank, rest = divmod(sequences, layout.size("dp"))
     smaller = None if rest else _first_divisor(of_a_rank, _below(train.micro_batch))
     if smaller is not None:
         ways.append(f"micro_batch: {smaller}")
@@ -63,14 +63,14 @@ def _nearest_worlds(
     micro_batches: int, layout: LayoutPlan, plan: Callable[[int], LayoutPlan | None]
 ) -> tuple[int | None, int | None]:
     """Nearest smaller and larger worlds over whose dp so many micro-batches divide; None where none is near."""
-    dp = layout.sizes.get("dp", 1)
+    dp = layout.size("dp")
     ranks_of_one = layout.world // dp
 
     def nearest(sizes_of_dp: Iterable[int]) -> int | None:
         for size in sizes_of_dp:
             if micro_batches % size == 0:
                 other = plan(size * ranks_of_one)
-                if other is not None and other.sizes.get("dp", 1) == size:
+                if other is not None and other.size("dp") == size:
                     return size * ranks_of_one
         return None
 

@@ -27,7 +27,7 @@ class Asker:
 
 def graph_needs(layout: LayoutPlan) -> list[Need]:
     """Needs of graphs of a step."""
-    shares_experts = any(layout.sizes.get(axis, 1) > 1 for axis in ("ep", "etp"))
+    shares_experts = any(layout.size(axis) > 1 for axis in ("ep", "etp"))
     value, who = ("shared", "ranks share the experts") if shares_experts else ("alone", "a rank has all experts")
     fix = f"{OFF} Or use other parts: docs/graphs.md lists them."
     if shares_experts:
@@ -53,11 +53,11 @@ def graph_needs(layout: LayoutPlan) -> list[Need]:
 def graph_problems(train: TrainSpec, layout: LayoutPlan, pipeline: PipelinePlugin) -> Iterator[Problem]:
     """Yield why steps of this layout, pipeline and data are not replayed. ``Problem.where``: a key."""
     for side in get_args(Side):
-        shards = len(layout.copies(0, side)[0])
+        shards = layout.num_shards(side)
         if shards > 1:
             what = f"FSDP shards parameters ({side}) over {shards} ranks, and gathers them on streams of its own, which"
             yield Problem(f"{what} no graph holds.", f"{OFF} Or use shard: 1.", f"train.{OPTION}")
-    if layout.sizes.get("pp", 1) > 1 or pipeline.merges:
+    if layout.size("pp") > 1 or pipeline.merges:
         what = f"the passes of the pipeline {pipeline.name} are not captured: only micro-batches one by one are."
         yield Problem(what, f"{OFF} Or use pp: 1 with pipeline: {{use: 1f1b}}.", f"train.{OPTION}")
     if train.delay_wgrads:

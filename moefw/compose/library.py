@@ -244,7 +244,7 @@ def _require_no_engine(caller: str, assembly: Assembly) -> None:
     if any("budget" in layer.facts for layer in assembly.layers.values()):
         what = "a budget of rows that overflows is lifted in a second run of the step, which a layer cannot start."
         problems.append(Problem(what, "Use on_overflow: drop, or leave rank_capacity out.", f"{caller} dispatch"))
-    if any(len(assembly.layout.copies(0, side)[0]) > 1 for side in SIDES):
+    if any(assembly.layout.num_shards(side) > 1 for side in SIDES):
         what = "the parameters of a layer alone are not sharded: FSDP gathers them for a model as a whole."
         fix = "Leave shard out, and apply fully_shard to the parameters of your model."
         problems.append(Problem(what, fix, f"{caller} parallel"))

@@ -463,7 +463,7 @@ class _Resolution:
         model = self._find("model")
         if pipeline and model:
             with self.asking(pipeline.path, pipeline.part, "check_batches()"):
-                schedule = PipelineSchedule(pipeline.part, layout.sizes.get("pp", 1), self.registry)
+                schedule = PipelineSchedule(pipeline.part, layout.size("pp"), self.registry)
                 for problem in stage_problems(schedule, model.part, layout, train):
                     self.tell(key_path(problem.where), problem)
 

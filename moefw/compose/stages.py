@@ -18,7 +18,7 @@ def stages_of(pipeline: PipelinePlugin, model: ModelPlugin, layout: LayoutPlan) 
     """Stages of each position on pp. Raises PlanError if the layers do not fill them."""
     further = getattr(model, "mtp_layers", 0)
     layers = getattr(model, "num_layers", 0) or max(model.moe_layers(), default=-1) + 1 - further
-    return place(pipeline, layout.sizes.get("pp", 1), layers=layers, further=further)
+    return place(pipeline, layout.size("pp"), layers=layers, further=further)
 
 
 def stage_problems(
@@ -44,7 +44,7 @@ def stage_problems(
 
 def micro_batches_of(layout: LayoutPlan, train: TrainSpec) -> int:
     """Number of micro-batches of a rank in a step."""
-    return max(1, train.tokens_per_step // (train.micro_batch * train.seq_len * layout.sizes.get("dp", 1)))
+    return max(1, train.tokens_per_step // (train.micro_batch * train.seq_len * layout.size("dp")))
 
 
 def _problems_without_pp(schedule: PipelineSchedule, layout: LayoutPlan, train: TrainSpec) -> Iterator[Problem]:

@@ -502,8 +502,16 @@ class LayoutPlan(ABC):
         and along each column.
         """
 
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis; 1 along one that the plan does not have."""
+        return self.sizes.get(axis, 1)
+
+    def num_shards(self, side: Side) -> int:
+        """Number of ranks that shard each parameter of a mesh; 1: each rank holds all of it."""
+        return len(self.copies(0, side)[0])
+
     def zero(self, side: Side) -> Zero:
-        """Stage of ZeRO of the parameters of a mesh, the same on every rank. It matters where ``copies`` has shards.
+        """Stage of ZeRO of the parameters of a mesh, the same on every rank. It matters where there are shards.
 
         3: weights are gathered for each pass through their unit, and gradients reduced after each micro-batch. 2:
         weights are gathered once a step. 1: so they are, and gradients are reduced once a step.

@@ -66,7 +66,7 @@ def _flops_per_token(assembly: Assembly, positions: Sequence[Position], ledger: 
     """Operations that the model asks for, of all ranks, over the tokens of their micro-batches."""
     ranks_at_each = ledger.world // ledger.stages
     flops = sum(len(position.at) * ranks_at_each * model_flops(position.work) for position in positions)
-    return flops / (ledger.tokens * assembly.layout.sizes.get("dp", 1))
+    return flops / (ledger.tokens * assembly.layout.size("dp"))
 
 
 def try_to_build(assembly: Assembly) -> str:
@@ -161,7 +161,7 @@ def _ledger(assembly: Assembly, count: int, position: int) -> _Recorded:
     of two micro-batches, the only pair begins without gradients. So there the first is measured, too, unless it could
     need no more if it had gradients. Where weights are gathered once a step, in the first micro-batch, both are.
     """
-    has_schedule = assembly.layout.sizes.get("pp", 1) > 1 or assembly.parts.pipeline.merges
+    has_schedule = assembly.layout.size("pp") > 1 or assembly.parts.pipeline.merges
     with recorded(assembly, count, position, gradients=count > 1) as (batch, layout, shared):
         batch.forward()
         batch.backward()
@@ -195,7 +195,7 @@ def _evaluation(assembly: Assembly, position: int, batch_bytes: int) -> int:
     """Most bytes that an evaluation allocates at a time: its batches, of ``batch_bytes`` each, and what one needs."""
     train = assembly.spec.train
     windows = max(1, train.eval_tokens // train.seq_len)
-    count = -(-windows // (train.micro_batch * assembly.layout.sizes.get("dp", 1)))
+    count = -(-windows // (train.micro_batch * assembly.layout.size("dp")))
     with recorded(assembly, 1, position, gradients=False, passes=FORWARD) as (batch, _, _):
         return count * batch_bytes + batch.evaluate(count)
 

@@ -231,20 +231,16 @@ def _as_the_spec_says(assembly: Assembly, runs: Software) -> Software:
     return runs
 
 
-def _size(assembly: Assembly, axis: str) -> int:
-    return assembly.layout.sizes.get(axis, 1)
-
-
 def shapes_of(assembly: Assembly, plan: Ledger, skew: float) -> Shapes:
     """What of a spec decides the volume of its dispatcher."""
     dims = assembly.site.dims
     groups = getattr(assembly.parts.routing, "groups", None)
     return Shapes(
-        tokens=plan.tokens // (_size(assembly, "tp") * _size(assembly, "cp")),
+        tokens=plan.tokens // (assembly.layout.size("tp") * assembly.layout.size("cp")),
         hidden=dims.model_dim,
         experts=dims.num_experts,
         top_k=dims.top_k,
-        ep=_size(assembly, "ep"),
+        ep=assembly.layout.size("ep"),
         dispatcher=assembly.parts.dispatch.name,
         groups=getattr(groups, "count", 1),
         top_groups=getattr(groups, "keep", 1),
@@ -262,9 +258,9 @@ def _inputs(assembly: Assembly, plan: Ledger, cluster: str, runs: Software, shap
         ep_overlap=bool(runs.ep_overlap),
         dispatcher=shapes.dispatcher,
         gpus=plan.world,
-        tp=_size(assembly, "tp"),
-        pp=_size(assembly, "pp"),
-        cp=_size(assembly, "cp"),
+        tp=assembly.layout.size("tp"),
+        pp=assembly.layout.size("pp"),
+        cp=assembly.layout.size("cp"),
         ep=shapes.ep,
         experts_a_rank=max(1, shapes.experts // shapes.ep),
         hidden=shapes.hidden,
@@ -277,7 +273,7 @@ def _inputs(assembly: Assembly, plan: Ledger, cluster: str, runs: Software, shap
 def _zero(assembly: Assembly) -> str:
     """Highest stage of ZeRO of the meshes that shard anything; 1 if none does."""
     layout: Any = assembly.layout
-    sharded = [side for side in COPIES if len(layout.copies(0, side)[0]) > 1]
+    sharded = [side for side in COPIES if layout.num_shards(side) > 1]
     return str(max((layout.zero(side) for side in sharded), default=1))
 
 

@@ -277,7 +277,7 @@ def _copies(assembly: Assembly, excerpt: Excerpt, side: str) -> Copies:
         number=len(ranks),
         in_node=sum(rank // per_node == 0 for rank in ranks) - 1,
         span=ranks[-1] - ranks[0],
-        shards=len(layout.copies(0, side)[0]),
+        shards=layout.num_shards(side),
         adds_up_whole=layout.zero(side) == 1 and assembly.micro_batches > 1,
     )
 

@@ -71,7 +71,7 @@ def _measured(assembly: ExcerptAssembly, kinds: Mapping[int, str]) -> Excerpt:
     shares: dict[str, Share] = {}
     for position in positions:
         shares |= {kind: share for kind, share in position.shares().items() if kind not in shares}
-    copies: Sides = {side: prod(_size(assembly, axis) for axis in axes) for side, axes in COPIES.items()}
+    copies: Sides = {side: prod(assembly.layout.size(axis) for axis in axes) for side, axes in COPIES.items()}
     return Excerpt(layers=shares, ends=tuple(position.end(shares) for position in positions), copies=copies)
 
 
@@ -190,10 +190,6 @@ def _on_host(known: OnHost, work: Sequence[Work], sign: int) -> OnHost:
 
 def _sum(work: Sequence[Work], what: str) -> int:
     return sum(each.layers * int(getattr(each, what)) for each in work)
-
-
-def _size(assembly: Assembly, axis: str) -> int:
-    return assembly.layout.sizes.get(axis, 1)
 
 
 def _phases(usage: Usage, stage: RecordedStage) -> Mapping[int | None, Sequence[PhaseBytes]]:

@@ -100,7 +100,7 @@ class Excerpts:
         train = assembly.spec.train
         few = _ranks_of_stage(assembly)
         for ranks in dict.fromkeys((few, assembly.layout.world // len(assembly.stages))):
-            dp = ranks * assembly.layout.sizes.get("dp", 1) * len(assembly.stages) // assembly.layout.world
+            dp = ranks * assembly.layout.size("dp") * len(assembly.stages) // assembly.layout.world
             tokens = MICRO_BATCHES * dp * train.micro_batch * train.seq_len
             paths = pipeline_of(assembly)
             values = dict(zip(paths, (POSITIONS, defaults()["pipeline"]), strict=True))
@@ -134,7 +134,7 @@ def _ranks_of_stage(assembly: Assembly) -> int:
     whole: int = layout.world // sizes["pp"]
     per_node = assembly.site.ranks_per_node or layout.world
     for side in SIDES:
-        if 1 < len(layout.copies(0, side)[0]) < len(layout.group(0, COPIES[side])):
+        if 1 < layout.num_shards(side) < len(layout.group(0, COPIES[side])):
             return whole
     ranks = lcm(sizes["tp"] * sizes["cp"], sizes["ep"] * sizes["etp"])
     needed = [side for side, axes in COPIES.items() if any(sizes[axis] > 1 for axis in axes)]
@@ -155,7 +155,7 @@ def _ranks_of_stage(assembly: Assembly) -> int:
 def _gathers_ahead(assembly: Assembly) -> bool:
     """Whether what a layer holds depends on the next one, whose weights are gathered ahead for each pass."""
     layout: Any = assembly.layout
-    return any(len(layout.copies(0, side)[0]) > 1 and layout.zero(side) == 3 for side in SIDES)
+    return any(layout.num_shards(side) > 1 and layout.zero(side) == 3 for side in SIDES)
 
 
 def _stages(kinds: Sequence[str], *, has_neighbours: bool) -> Stages:

@@ -30,24 +30,24 @@ def block_sizes(cp: int) -> tuple[int, ...]:
 
 @final
 class BlockPlan(LayoutPlan):
-    """A plan whose cp is a block of ``size`` neighbours on the cp of ``whole``. Its dp counts the blocks."""
+    """A plan whose cp is a block of ``block`` neighbours on the cp of ``whole``. Its dp counts the blocks."""
 
-    def __init__(self, whole: LayoutPlan, size: int) -> None:
+    def __init__(self, whole: LayoutPlan, block: int) -> None:
         self.whole = whole
-        self.size = size
+        self.block = block
         self.world = whole.world
-        self.blocks = whole.sizes["cp"] // size
+        self.blocks = whole.sizes["cp"] // block
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """The size of each axis."""
-        return {**self.whole.sizes, "cp": self.size, "dp": self.whole.sizes["dp"] * self.blocks}
+        return {**self.whole.sizes, "cp": self.block, "dp": self.whole.sizes["dp"] * self.blocks}
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
         """A rank's position on every axis."""
         of_whole = self.whole.coordinates(rank)
-        block, index = divmod(of_whole["cp"], self.size)
-        return {**of_whole, "cp": index, "dp": of_whole["dp"] * self.blocks + block}
+        number, index = divmod(of_whole["cp"], self.block)
+        return {**of_whole, "cp": index, "dp": of_whole["dp"] * self.blocks + number}
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Ranks that differ from ``rank`` only on ``axes``, in ascending order."""

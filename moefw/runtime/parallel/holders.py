@@ -109,7 +109,7 @@ class Holding:
 
     def _num_shards(self, layout: Layout) -> int:
         """Number of ranks over which FSDP shards each copy."""
-        return len(layout.plan.copies(layout.rank, self.side)[0])
+        return layout.plan.num_shards(self.side)
 
 
 def holdings(model: nn.Module) -> Iterator[Holding]:

@@ -110,7 +110,7 @@ def shared_out_like(tensor: Tensor, values: Tensor, shape: Sequence[int] | None 
 def sharded_sides(layout: Layout) -> frozenset[Side]:
     """Sides of a model whose parameters a layout shards."""
     sides: tuple[Side, Side] = ("dense", "experts")
-    return frozenset(side for side in sides if len(layout.plan.copies(layout.rank, side)[0]) > 1)
+    return frozenset(side for side in sides if layout.plan.num_shards(side) > 1)
 
 
 def may_be_codes(owner: nn.Module, parameter: nn.Parameter) -> bool:

@@ -133,8 +133,12 @@ class MeshPlan(LayoutPlan):
     def copies(self, rank: int, side: Side) -> tuple[tuple[int, ...], ...]:
         """Ranks that hold the same parameters of a mesh as ``rank``, a row for each set that shards them."""
         ranks = self.group(rank, COPIES[side])
-        num_shards = self.shards[side]
+        num_shards = self.num_shards(side)
         return tuple(ranks[first : first + num_shards] for first in range(0, len(ranks), num_shards))
+
+    def num_shards(self, side: Side) -> int:
+        """Number of ranks that shard each parameter of a mesh."""
+        return self.shards[side]
 
     def zero(self, side: Side) -> Zero:
         """Stage of ZeRO of the parameters of a mesh."""

@@ -86,7 +86,7 @@ def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> 
 def _enough(assembly: Assembly) -> int:
     """Number of micro-batches to measure: as many as the spec has, up to :data:`ENOUGH`."""
     train = assembly.spec.train
-    of_a_step = train.tokens_per_step // (assembly.layout.sizes.get("dp", 1) * train.seq_len * train.micro_batch)
+    of_a_step = train.tokens_per_step // (assembly.layout.size("dp") * train.seq_len * train.micro_batch)
     return min(max(1, of_a_step), ENOUGH_MERGED if assembly.parts.pipeline.merges else ENOUGH)
 
 

@@ -42,7 +42,7 @@ class Optimizer8bit(OptimizerMemoryPolicyPlugin):
 
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Problem if the down projections of experts are cut inside blocks by expert tensor parallelism."""
-        etp = site.layout.sizes.get("etp", 1)
+        etp = site.layout.size("etp")
         columns = site.dims.expert_dim // etp
         if etp == 1 or columns % self.block == 0:
             return []

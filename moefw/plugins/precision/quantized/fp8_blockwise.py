@@ -52,7 +52,7 @@ class FP8Blockwise(QuantizedPlugin):
                     "primary_weights",
                 )
             )
-        elif site.layout.world > 1 and all(len(site.layout.copies(0, side)[0]) == 1 for side in get_args(Side)):
+        elif site.layout.world > 1 and all(site.layout.num_shards(side) == 1 for side in get_args(Side)):
             problems.append(
                 moefw.Problem(
                     "with primary_weights: fp8, weights are gathered as codes, and this layout shards none.",

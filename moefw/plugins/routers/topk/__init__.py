@@ -60,7 +60,7 @@ class TopK(Options, RouterPlugin):
         yield self._check_score()
         yield check_options(self.balance)
         yield check_rules(self.score, self.balance)
-        yield check_stages(site.layout.sizes.get("pp", 1), self.balance)
+        yield check_stages(site.layout.size("pp"), self.balance)
         yield check_quantile(site.dims, self.groups, self.balance)
         if self.groups is not None:
             yield check_groups(site.dims, self.groups)
