@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from moefw.planner.time.likeness import held_out, percent_of_alike
+from moefw.planner.time.likeness import held_out, percent_of_alike, percent_of_lead
 from moefw.planner.tune.candidates import Candidate
 
 GIB: Final = 2**30
@@ -41,7 +41,8 @@ def error_percent(one: Candidate, other: Candidate) -> float:
 
 def percent_below_ties(candidate: Candidate, fastest: Candidate) -> float:
     """Percent by which a candidate is slower than what ties with the fastest; 0 or less: it ties itself."""
-    slowest_s = fastest.step_s * (1 + error_percent(candidate, fastest) / 100)
+    assert candidate.inputs is not None and fastest.inputs is not None, "both have a time"  # noqa: PT018
+    slowest_s = fastest.step_s * (1 + percent_of_lead(fastest.inputs, candidate.inputs, held_out()) / 100)
     return 100 * (1 - slowest_s / candidate.step_s)
 
 
