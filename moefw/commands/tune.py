@@ -211,8 +211,8 @@ def _show(search: Search, best: Candidate, told: Forecast, group: Sequence[Candi
     print_table(Console(markup=False, highlight=False), head, rows)
     click.echo(
         f"\n{len(group)} candidates are within the error of a ratio of the fastest, which is "
-        f"{100 * error_of_ratio(held_out()).share:.0f} %, and more if it alone is unlike published rows: they are tied, "
-        "and in the order of memory left, then simplicity"
+        f"{100 * error_of_ratio(held_out()).share:.0f} %, and more if it alone is unlike published rows: they are "
+        "tied, and in the order of memory left, then simplicity"
     )
     click.echo(
         f"the first, planned whole: a step takes {told.told.step_s:.4g} s, give or take {told.bar.percent:.0f} %: "
