@@ -147,11 +147,11 @@ def _compared(
     """
     from moefw.planner.comparison import Comparison
 
-    files = [each for each in compare if "=" not in each]
+    files = [each for each in compare if "=" not in each or Path(each).is_file()]
     if len(files) > 1:
         raise SpecError(f"--compare: {' and '.join(files)} are two specs.", "Compare with one spec, and key=value.")
     other = files[0] if files else spec
-    changes = [each for each in compare if "=" in each]
+    changes = [each for each in compare if each not in files]
     return Comparison(
         asked=(shlex.join([spec, *overrides]), shlex.join([other, *overrides, *changes])),
         predictions=(

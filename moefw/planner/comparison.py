@@ -130,7 +130,7 @@ def _of_both(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 def _signed(name: str, a: Mapping[str, int], b: Mapping[str, int], unit: int) -> str:
     difference = b.get(name, 0) - a.get(name, 0)
-    return f"{difference / unit:+.3f}" if difference else "0"
+    return f"{difference / unit:+z.3f}" if difference else "0"
 
 
 def _rows(names: Sequence[str], a: Mapping[str, float], b: Mapping[str, float]) -> list[tuple[str, ...]]:

@@ -40,7 +40,7 @@ def test_a_spec_is_compared_with_itself_and_another_value(tmp_path: Path) -> Non
 
 def test_two_specs_are_compared_without_a_cluster_and_overrides_are_of_both(tmp_path: Path) -> None:
     one = small_spec(tmp_path, name="one")
-    two = small_spec(tmp_path, name="two", seq_len=32)
+    two = small_spec(tmp_path, name="seq_len=32", seq_len=32)  # a file, and no value
     shown = say("plan", one, "train.micro_batch=4", "--compare", two, "--compare", "gemm.use=loop").out
     lines = [line.split() for line in shown.splitlines()]
     assert ["train.seq_len", "64", "32"] in lines
