@@ -48,6 +48,7 @@ def bare_python(tmp_path: Path) -> Path:
     return tmp_path / "bare" / "bin" / "python"
 
 
+@pytest.mark.deep
 def test_all_parts_run_on_a_bare_machine_and_are_appended(
     bare_python: Path, tmp_path: Path, script: ModuleType
 ) -> None:

@@ -44,7 +44,14 @@ def test_a_rank_of_a_pipeline_that_blocks_is_named(tmp_path: Path, environment: 
 
 
 @pytest.mark.fault("a run of one rank blocks ({id})", "named with step and phase; stacks are kept")
-@pytest.mark.parametrize(("at", "place"), [(0, "preparing data: text.txt"), (9, "step 1, data"), (33, "step 2, data")])
+@pytest.mark.parametrize(
+    ("at", "place"),
+    [
+        (33, "step 2, data"),
+        pytest.param(0, "preparing data: text.txt", marks=pytest.mark.deep),
+        pytest.param(9, "step 1, data", marks=pytest.mark.deep),
+    ],
+)
 def test_a_single_rank_that_blocks_in_its_data_source_is_named(
     tmp_path: Path, environment: dict[str, str], at: int, place: str
 ) -> None:
