@@ -268,11 +268,9 @@ def _section(row: Row, found: Found) -> Iterator[str]:
 
 
 def _differences(own: Found, best: Found) -> Iterator[str]:
-    """Yield the categories in which the published layout differs most from the best."""
-    changes = {
-        name: own["seconds"].get(name, 0.0) - best["seconds"].get(name, 0.0)
-        for name in {*own["seconds"], *best["seconds"]}
-    }
+    """Yield the categories that make the largest difference between the step of the published layout and the best."""
+    of_own, of_best = own["added_seconds"], best["added_seconds"]
+    changes = {name: of_own.get(name, 0.0) - of_best.get(name, 0.0) for name in {*of_own, *of_best}}
     for name in sorted(changes, key=lambda each: -abs(changes[each]))[:CATEGORIES]:
         yield f"{name} {changes[name]:+.2f} s"
 

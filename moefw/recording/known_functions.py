@@ -197,7 +197,7 @@ class _Functions:
                     storage = new_storages[result.made]
                 memory = torch.empty(0, dtype=result.dtype, device="meta")
                 memory.set_(storage, result.offset, result.shape, result.stride)
-                returned.append(FakeTensor(self._fake, memory, result.device))
+                returned.append(self._fake.fake(memory, result.device))
         for number, storage in new_storages.items():
             recorder.attach(storage, made[number])
         self._notes.note_again(known.noted, outside, made)

@@ -101,6 +101,8 @@ class KnownResults(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__()
         self.cache_enabled = False  # what PyTorch would remember is known here already
+        self._attributes: dict[torch.device, Mapping[str, Any]] = {}
+        """Attributes of a new fake tensor of a device, all of which are those of every other one."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -252,7 +254,24 @@ class KnownResults(FakeTensorMode):
             viewed = tensors[made.viewed]
             memory = torch.empty(0, dtype=made.dtype, device="meta")
             memory.set_(viewed.untyped_storage(), viewed.storage_offset() + made.offset, made.shape, made.stride)
-        return FakeTensor(self, memory, made.device)
+        return self.fake(memory, made.device)
+
+    def fake(self, memory: Tensor, device: torch.device) -> FakeTensor:
+        """Fake tensor of a device, of a tensor without memory that needs no gradient.
+
+        It is what the class's constructor returns, which looks at the device each time, and takes as long as all the
+        rest of a known result.
+        """
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            made = FakeTensor(self, memory, device)
+            self._attributes[device] = dict(made.__dict__)
+            return made
+        subclass: Any = Tensor._make_subclass
+        like: FakeTensor = subclass(FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(like)
+        like.__dict__.update(attributes)
+        return like
 
 
 def _sizes(result: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.known_results import KnownResults
@@ -94,3 +94,15 @@ def test_values_that_the_host_knows_are_not_forgotten() -> None:
         for number in (2, 3):
             assert int(torch.tensor(number)) == number
             assert int(torch.tensor(number).detach()) == number
+
+
+def test_a_fake_tensor_of_known_attributes_is_that_of_the_constructor() -> None:
+    mode = KnownResults()
+    memory = torch.empty(2, 3, device="meta")
+    constructed = FakeTensor(mode, memory, torch.device("cpu"))
+    for made in (mode.fake(memory, torch.device("cpu")) for _ in range(2)):
+        assert type(made) is FakeTensor
+        assert vars(made) == vars(constructed)
+        assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(constructed)
+        assert (made.device, made.requires_grad) == (constructed.device, constructed.requires_grad)
+        assert (made + 1).device == torch.device("cpu")

@@ -18,12 +18,12 @@ def found(own_s: float, *, left: int = 1 << 30, beyond_s: float | None = None) -
     ``beyond_s``: what the best takes that shards otherwise, if any does.
     """
     time = {"error_percent": 10.0, "model_tflops_per_gpu": 1700.0, "extrapolated": []}
-    best = {"label": "pp 4", "step_time_s": 1.0, "left_bytes": 1 << 30, "seconds": {"experts": 0.5}, "time": time}
+    best = {"label": "pp 4", "step_time_s": 1.0, "left_bytes": 1 << 30, "added_seconds": {"experts": 0.5}, "time": time}
     own = {
         "step_time_s": own_s,
         "fits": left >= 0,
         "left_bytes": left,
-        "seconds": {"experts": own_s - 0.5},
+        "added_seconds": {"experts": own_s - 0.5},
         "error_of_ratio_percent": 6.0,
         "below_tied_percent": max(0.0, 100 * (1 - 1.06 / own_s)),
     }

@@ -20,6 +20,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
+from moefw.core.records import Order
 from moefw.core.site import Machine
 from moefw.planner import Ledger, cluster, ledger
 from moefw.planner.cluster import Cluster, HostLink, Links
@@ -33,10 +34,10 @@ from moefw.planner.time.nodes import Nodes
 from moefw.planner.time.scale import GLOBAL, Scale, fitted
 from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.software import Software
-from moefw.planner.time.step import Rehearsal, Told, rehearse, told
+from moefw.planner.time.step import BESIDE, Rehearsal, Told, rehearse, told
 from moefw.plugins.pipelines.interleaved import Interleaved
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
-from moefw.runtime.pipeline.timeline import timeline
+from moefw.runtime.pipeline.timeline import one_by_one, timeline
 from published_rows import Predictor, read
 from step_times import inputs_of
 
@@ -184,13 +185,17 @@ def rehearsed(
     on: Cluster, runs: Software | None = None, model: Rows = MODEL, micro_batches: int = 16, skew: float = 1.0
 ) -> Rehearsal:
     runs = runs or Software(implementation="megatron", graphs="none", ep_overlap=False)
-    pipeline = Interleaved(chunks=model.layout.chunks, merged=bool(runs.ep_overlap))
+    pp, chunks = model.layout.pp, model.layout.chunks
+
+    def order(count: int) -> Order:
+        if pp == 1:
+            return [one_by_one(count)]
+        return Interleaved(chunks=chunks, merged=bool(runs.ep_overlap)).order(pp, count)
+
     return rehearse(
         model.positions(),
         costs_on(on, runs, model, skew),
-        steady=Steady.of(
-            lambda count: Played.of(pipeline.order(model.layout.pp, count)), model.layout.pp, micro_batches
-        ),
+        steady=Steady.of(lambda count: Played.of(order(count)), pp, micro_batches),
         micro_batches=micro_batches,
         ep_overlap=bool(runs.ep_overlap),
     )
@@ -251,6 +256,17 @@ def test_what_halves_in_a_cluster_moves_its_category_and_no_other(what: str) -> 
         elif name not in MAY_MOVE[what] and name != "pipeline bubble":  # bubbles are made of all of them
             assert ratio == pytest.approx(1.0, rel=0.01), name
     assert (after.step_s > before.step_s) is (what != "the launch cost")
+
+
+@pytest.mark.parametrize("ep_overlap", [False, True])
+def test_what_categories_add_is_the_step(ep_overlap: bool) -> None:
+    """Without stages no position waits. What is hidden adds nothing: only its rest and the waiting do."""
+    one_stage = evolve(MODEL, layout=evolve(LAYOUT, pp=1, chunks=1))
+    found = step(H100, model=one_stage, runs=evolve(OFFLOADS, ep_overlap=ep_overlap))
+    assert sum(found.added_s.values()) == pytest.approx(found.step_s)
+    assert found.added_s.keys().isdisjoint(BESIDE)
+    hidden = sum(found.categories.get(name, 0.0) for name in BESIDE)
+    assert found.added_s["exposed transfers"] + found.added_s["waits for the host"] < hidden
 
 
 def test_more_of_anything_never_shortens_a_step() -> None:

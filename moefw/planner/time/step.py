@@ -17,6 +17,8 @@ BACKWARD: Final = ("backward", "recompute")
 BUBBLE: Final = "pipeline bubble"
 OFFLOADING: Final = "offloading"
 """The category of copies between a GPU and its host."""
+BESIDE: Final = ("expert transfers", "other transfers", "sums of gradients", "host launches", OFFLOADING)
+"""Categories that run beside others: only a part of them makes a step longer."""
 ROUNDING: Final = 1e-9
 """Share of a step below which a difference of sums is none."""
 
@@ -96,6 +98,15 @@ class Told:
     def longest_first(self) -> Mapping[str, float]:
         """Categories, from the one that takes longest."""
         return dict(sorted(self.categories.items(), key=lambda each: -each[1]))
+
+    @property
+    def added_s(self) -> Mapping[str, float]:
+        """Seconds that each category adds to the step. They add up to it where no position waits for a slower one.
+
+        Of transfers and copies these are what nothing hides, together; of launches, how long the GPU waits for them.
+        """
+        added = {name: seconds for name, seconds in self.categories.items() if name not in BESIDE}
+        return {**added, "exposed transfers": self.exposed_s, "waits for the host": self.waits_for_host_s}
 
     @property
     def bound_by(self) -> str:

@@ -72,6 +72,7 @@ class Candidate:
             "problems": list(self.problems),
             "step_time_s": None if self.told is None else self.told.step_s,
             "seconds": None if self.told is None else dict(self.told.categories),
+            "added_seconds": None if self.told is None else dict(self.told.added_s),
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "peak_bytes": self.peak_bytes,
             "left_bytes": self.left_bytes,

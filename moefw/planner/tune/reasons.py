@@ -62,9 +62,9 @@ def _why(search: Search, candidate: Candidate, best: Candidate) -> str:
 
 
 def _costs(candidate: Candidate, best: Candidate) -> str:
-    """The category that makes the largest difference."""
+    """The category that makes the largest difference to the step."""
     assert candidate.told is not None and best.told is not None, "both have a time"  # noqa: PT018
-    own, other = candidate.told.categories, best.told.categories
+    own, other = candidate.told.added_s, best.told.added_s
     changes = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in {*own, *other}}
     slower = candidate.step_s > best.step_s
     name = (max if slower else min)(sorted(changes), key=lambda each: changes[each])
