@@ -93,7 +93,7 @@ def table(**others: Any) -> Table:
 
 
 @pytest.mark.usefixtures("h100")
-@pytest.mark.parametrize("others", [{"gpu": "a B200"}, {"triton": "3.6.0"}])
+@pytest.mark.parametrize("others", [{"gpu": "a B200"}, {"triton": "3.5.0"}])
 def test_a_table_for_others_is_ignored_with_a_line(tmp_path: Path, others: dict[str, str]) -> None:
     path = str(tmp_path / "tiles.json")
     write(table(**others), path)
