@@ -84,8 +84,8 @@ class Rehearsal:
 class Told:
     """A step's time in seconds, and its categories, each by itself, at the position that is busiest.
 
-    ``exposed_s``: of transfers and copies that nothing hides. ``waits_for_host_s``: what the host adds to the GPU's time.
-    ``bubble_s``: the mean wait of positions. ``busiest``: that position.
+    ``exposed_s``: of transfers and copies that nothing hides. ``waits_for_host_s``: what the host adds to the GPU's
+    time. ``bubble_s``: the mean wait of positions. ``busiest``: that position.
     """
 
     step_s: float
