@@ -41,7 +41,7 @@ PRECISION: Final = {
 }
 GRADIENTS: Final = {"": "float32", "bf16": "bfloat16"}
 KEPT: Final = {"automodel": ("schedule", "tp", "etp", "memory", "dispatcher")}
-"""What a search keeps of rows of a stack, beside sharding, since the software has nothing else there.
+"""What a search keeps of rows of a stack, beside sharding: the software has nothing else there, or it is not known.
 
 Of AutoModel: its MoE models refuse tensor parallelism, shard experts by ``ep`` and FSDP alone, and recompute whole
 blocks or none, by the parallelizer of the row's recipe (``nemo_automodel/components/moe/parallelizer.py`` at 4448734);

@@ -102,7 +102,7 @@ class KnownResults(FakeTensorMode):
         super().__init__()
         self.cache_enabled = False  # what PyTorch would remember is known here already
         self._attributes: dict[torch.device, Mapping[str, Any]] = {}
-        """Attributes of a new fake tensor of a device, all of which are those of every other one."""
+        """Attributes of a new fake tensor of each device: they are the same for all tensors of that device."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -259,8 +259,8 @@ class KnownResults(FakeTensorMode):
     def fake(self, memory: Tensor, device: torch.device) -> FakeTensor:
         """Fake tensor of a device, of a tensor without memory that needs no gradient.
 
-        It is what the class's constructor returns, which looks at the device each time, and takes as long as all the
-        rest of a known result.
+        It is what the class's constructor returns, which checks its arguments, normalises the device and sets each
+        attribute by itself for every tensor.
         """
         attributes = self._attributes.get(device)
         if attributes is None:

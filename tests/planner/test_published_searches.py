@@ -27,6 +27,9 @@ def found(own_s: float, *, left: int = 1 << 30, beyond_s: float | None = None) -
         "error_of_ratio_percent": 6.0,
         "below_tied_percent": max(0.0, 100 * (1 - 1.06 / own_s)),
     }
+    beyond = None
+    if beyond_s is not None:
+        beyond = {"label": "zero 2", "step_time_s": beyond_s, "faster_percent": 100 * (own_s / beyond_s - 1)}
     return {
         "ok": True,
         "best": best,
@@ -35,8 +38,7 @@ def found(own_s: float, *, left: int = 1 << 30, beyond_s: float | None = None) -
         "reasons": ["pp: why"],
         "counts": {"candidates": 2},
         "cpu_s": 1.0,
-        "beyond": beyond_s
-        and {"label": "zero 2", "step_time_s": beyond_s, "faster_percent": 100 * (own_s / beyond_s - 1)},
+        "beyond": beyond,
         "commit": "abc",
     }
 

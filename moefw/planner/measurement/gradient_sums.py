@@ -53,11 +53,14 @@ class GradientSums:
         return large, small
 
     def _note_widening(self, family: Family) -> None:
-        """Note that gradients that micro-batches add up in fewer bits become fp32: FSDP casts its own."""
+        """Note that gradients that micro-batches add up in fewer bits become fp32, but those that FSDP casts itself."""
         for parameter in family.parameters:
-            narrow, wide = self._main_gradients[parameter], FP32 * parameter.numel()
-            if narrow < wide and not self._batch.is_sharded(parameter):
-                self._batch.operations.moved(narrow + wide)
+            if self._batch.is_sharded(parameter):
+                continue
+            narrow_bytes = self._main_gradients[parameter]
+            fp32_bytes = FP32 * parameter.numel()
+            if narrow_bytes < fp32_bytes:
+                self._batch.operations.moved(narrow_bytes + fp32_bytes)
 
     def _note_sums(self, family: Family) -> None:
         ranks = self._layout.plan.group(self._layout.rank, family.summed_over)

@@ -30,7 +30,7 @@ from moefw.planner.tune.settings import (
 )
 
 KINDS: Final = ("layout", "sharding", "schedule", "micro-batch", "memory", "dispatcher", "precision")
-"""What may vary, by name."""
+"""Kinds of axes."""
 NAMES: Final = (*KINDS, *AXES)
 """What may vary or stay, by name: a kind of axes, or a size of the layout."""
 BY_DEFAULT: Final = KINDS[:-1]
@@ -165,21 +165,20 @@ def space_of(
 
     ``vary`` and ``keep``: some of :data:`NAMES`.
     """
-    exact = "precision" not in vary or "precision" in keep
+
+    def varies(*names: str) -> bool:
+        return any(name in vary for name in names) and not any(name in keep for name in names)
+
     every: Sequence[AnyAxis] = [
         *_layouts(assembly),
         *_sharding(assembly),
         _choices(assembly, parts, "schedule", "pipeline", PIPELINE, varies=True),
         _micro_batches(assembly),
-        _policies(assembly, parts, exact=exact),
+        _policies(assembly, parts, exact=not varies("precision")),
         _choices(assembly, parts, "dispatcher", "dispatcher", DISPATCH, varies=False),
         _choices(assembly, parts, "precision", "precision", PRECISION, varies=False),
     ]
-
-    def is_named(axis: AnyAxis, names: Sequence[str]) -> bool:
-        return axis.kind in names or axis.name in names
-
-    axes = tuple(axis for axis in every if is_named(axis, vary) and not is_named(axis, keep))
+    axes = tuple(axis for axis in every if varies(axis.kind, axis.name))
     settings = dict(own)
     for axis in axes:
         settings.update(_own_of(axis, assembly))
