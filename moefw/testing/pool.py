@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from moefw.core.errors import ContractError
+from moefw.testing.deaths import told_of_death, write_stacks_to
 from moefw.testing.frozen_stages import freeze_stages
 from moefw.testing.lateness import LOOK_S, Lateness, main_thread_s
 from moefw.testing.told import told
@@ -68,6 +70,26 @@ class _UnconnectedError(Exception):
     """The ranks of a world did not connect, so the job can be repeated."""
 
 
+@dataclass(kw_only=True)
+class _Worker:
+    """A rank's process, with the pipe for its jobs and answers, and the one it writes to when a signal kills it."""
+
+    process: Any
+    pipe: Connection
+    stacks: Connection
+
+    def told_of_death(self) -> str:
+        """What became of the process, which is about to end."""
+        self.process.join()
+        return told_of_death(self.process.exitcode, self.stacks)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        self.stacks.close()
+
+
 class RankPool:
     """Runs functions on 1 to ``size`` ranks. Each job gets a new process group; a failed job restarts the pool.
 
@@ -76,7 +98,7 @@ class RankPool:
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: list[_Worker] = []
         self._store: Any = None
         self._jobs = 0
 
@@ -100,10 +122,10 @@ class RankPool:
         """Send a job to the first ranks, and return their answers. Raises _UnconnectedError if it can be repeated."""
         self._start(world)
         self._jobs += 1
-        for rank, (_, pipe) in enumerate(self._workers[:world]):
+        for rank, worker in enumerate(self._workers[:world]):
             # The path first, in a message of its own: unpickling the function imports its module.
-            pipe.send_bytes(pickle.dumps(sys.path))
-            pipe.send_bytes(pickle.dumps((self._jobs, rank, world, function, args)))
+            worker.pipe.send_bytes(pickle.dumps(sys.path))
+            worker.pipe.send_bytes(pickle.dumps((self._jobs, rank, world, function, args)))
         return self._collect(world, timeout_s)
 
     def _collect(self, world: int, timeout_s: float) -> list[Any]:
@@ -113,24 +135,23 @@ class RankPool:
         unconnected = False
         waiting = set(range(world))
         deadline = time.monotonic() + timeout_s
-        lateness = Lateness(timeout_s, lambda rank: main_thread_s(self._workers[rank][0].pid))
+        lateness = Lateness(timeout_s, lambda rank: main_thread_s(self._workers[rank].process.pid))
         while waiting:
             if time.monotonic() >= deadline:
                 if failures or not lateness.any_computes(waiting):
                     break
                 deadline = time.monotonic() + LOOK_S
-            pipes: dict[Any, int] = {self._workers[rank][1]: rank for rank in waiting}
+            pipes: dict[Any, int] = {self._workers[rank].pipe: rank for rank in waiting}
             answered = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
             for rank in sorted(pipes[pipe] for pipe in answered):
-                process, pipe = self._workers[rank]
+                worker = self._workers[rank]
                 waiting.discard(rank)
                 status: Status
                 try:
-                    status, answer = pickle.loads(pipe.recv_bytes())
+                    status, answer = pickle.loads(worker.pipe.recv_bytes())
                 except EOFError:
-                    process.join()
                     status = "failed"
-                    answer = f"the process died with exit code {process.exitcode}"
+                    answer = worker.told_of_death()
                 if status == "unconnected":
                     unconnected = True
                 if status == "done":
@@ -151,23 +172,26 @@ class RankPool:
         context = copies_context()
         for _ in range(len(self._workers), world):
             pipe, pipe_of_rank = context.Pipe()
-            process = context.Process(target=_serve, args=(pipe_of_rank, self._store.port), daemon=True)
+            stacks, stacks_of_rank = context.Pipe(duplex=False)
+            arguments = (pipe_of_rank, stacks_of_rank, self._store.port)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            pipe_of_rank.close()  # the process alone holds it, so that its death is read as EOFError
-            self._workers.append((process, pipe))
+            # The process alone holds its ends, so that its death is read as the end of what comes through.
+            pipe_of_rank.close()
+            stacks_of_rank.close()
+            self._workers.append(_Worker(process=process, pipe=pipe, stacks=stacks))
 
     def close(self) -> None:
         """End the processes; the next job starts new ones."""
-        for process, pipe in self._workers:
-            process.kill()
-            process.join()
-            pipe.close()
+        for worker in self._workers:
+            worker.end()
         self._workers = []
         self._store = None
 
 
-def _serve(pipe: Connection, port: int) -> None:
+def _serve(pipe: Connection, stacks: Connection, port: int) -> None:
     """Run the jobs that come through a pipe; answer each with its status, and its result or what is told of its end."""
+    write_stacks_to(stacks)
     torch.set_num_threads(1)
     freeze_stages()
     _freeze()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import time
 from typing import Any
 
@@ -26,6 +28,11 @@ def fail_on_last() -> None:
 def leave_on_last() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         os._exit(3)
+
+
+def crash_on_last() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        ctypes.string_at(0)
 
 
 def wait_on_last() -> None:
@@ -67,6 +74,12 @@ def test_each_rank_answers_or_is_named_with_what_became_of_it() -> None:
     assert code.strip() == 'raise ValueError("mine")'
     with pytest.raises(ContractError, match="rank 1: the process died with exit code 3"):
         pool.run(leave_on_last, 2)
+    with pytest.raises(ContractError, match="rank 1: the process died of SIGSEGV") as failed:
+        pool.run(crash_on_last, 2)
+    crashed = re.search(
+        r"Current thread .*\n(?:  File .*\n)*?  File .*test_pool.py\", line \d+ in crash_on_last", str(failed.value)
+    )
+    assert crashed, f"the stack of the thread that crashed is told: {failed.value}"
     with pytest.raises(ContractError, match="rank 1: no answer in time"):
         pool.run(wait_on_last, 2, timeout_s=2.0)
     assert [answer[:2] for answer in pool.run(where, 2)] == [(0, 2), (1, 2)]
