@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 OUTSIDE: Final = "outside"
 """The place outside all regions: embedding, head and loss, or the optimizer."""
 _BUILD: Final = "build"
+_ADDS_TO_PARAMETER: Final = 2**64 - 1
+"""The number of every node that adds to the gradient of a parameter, so that it runs before all others."""
 
 
 @frozen(cache_hash=True)
@@ -75,6 +77,8 @@ class Places:
         """At each border of a region, in order, the number that autograd gives to its next node."""
         self._border_places: list[Place] = []
         """The place behind each border."""
+        self._ran_before = _NOWHERE
+        """The place of the node of backward that ran last, but for those that add up gradients of parameters."""
 
     @property
     def here(self) -> Place:
@@ -121,8 +125,8 @@ class Places:
         finally:
             self._delayed = None
 
-    def inside(self, region: str, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Function of a region, wrapped."""
+    def inside(self, region: str, layer: int | None, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Function of a region, wrapped. ``layer`` None: it belongs to none."""
         return self._marked(function, Place(_BUILD, region, layer))
 
     def around(self, region: str, layer: int, treated: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,8 +185,13 @@ class Places:
         node = torch._C._current_autograd_node()
         if node is None or not self._border_numbers:
             return _NOWHERE
-        last_border_before = bisect_right(self._border_numbers, node._sequence_nr()) - 1
-        return self._border_places[last_border_before] if last_border_before >= 0 else _NOWHERE
+        number = node._sequence_nr()
+        # A node that adds to a parameter's gradient belongs to no forward. It runs at once after the one that computes
+        # what it adds.
+        if number != _ADDS_TO_PARAMETER:
+            last_border_before = bisect_right(self._border_numbers, number) - 1
+            self._ran_before = self._border_places[last_border_before] if last_border_before >= 0 else _NOWHERE
+        return self._ran_before
 
 
 @final

@@ -201,6 +201,18 @@ def test_attention_counts_the_scores_of_its_window_at_the_true_widths_of_heads()
     assert core.shape[2] == 32 + 16 + 32
 
 
+def test_layers_leave_no_operators_outside_of_them() -> None:
+    """Nodes that add to gradients of parameters, which forward did not create, count in the layer."""
+    few, many = (ledger(assembly_of({**ALONE, "model": {**ALONE["model"], "num_layers": n}}, 1)) for n in (1, 3))
+    of_micro_batches = ("forward", "backward")
+    outside = [
+        {one.phase: one.operators for one in found.work if one.layer is None and one.phase in of_micro_batches}
+        for found in (few, many)
+    ]
+    assert outside[0] == outside[1]
+    assert outside[0].keys() == {*of_micro_batches}
+
+
 def test_every_position_of_a_pipeline_is_told() -> None:
     spec: dict[str, Any] = {
         **ALONE,
