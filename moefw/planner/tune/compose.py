@@ -17,8 +17,9 @@ from attrs import evolve, frozen
 from moefw.compose.assembly import Assembly
 from moefw.core.records import Order, Stage
 from moefw.planner.report import Held, Ledger, OnHost, Peak, Position, Transfer, Work
+from moefw.planner.time.costs import OUTSIDE
 from moefw.planner.time.nodes import SEND
-from moefw.planner.tune.parts import SIDES, End, Excerpt, Share, Sides
+from moefw.planner.tune.parts import ENTER, LEAVE, SIDES, End, Excerpt, Share, Sides
 from moefw.planner.tune.peaks import StageBytes, most_at
 from moefw.runtime.parallel.meshes import COPIES
 from moefw.runtime.pipeline.timeline import most_in_flight, one_by_one
@@ -200,11 +201,20 @@ class Composer:
             )
 
     def _work_outside(self, stages: Sequence[Stage]) -> Iterator[Work]:
-        """Yield what stages do outside of layers, without what they send to others."""
-        for _, share in self._outside(stages):
-            for work in share.work:
-                kept = tuple(transfer for transfer in work.transfers if transfer.kind != SEND)
-                yield evolve(work, transfers=self._retargeted(kept))
+        """Yield what stages do outside of layers, without what they send to others.
+
+        One in the middle is entered as the last stage of the excerpt, and left as the first.
+        """
+        first, last = self.excerpt.ends[0].outside, self.excerpt.ends[-1].outside
+        works = [work for _, share in self._outside(stages) for work in share.work if work.region not in (ENTER, LEAVE)]
+        for stage in stages:
+            entered = first if stage.is_first else last
+            left = last if stage.is_last else first
+            works += [work for work in entered.work if work.region == ENTER]
+            works += [work for work in left.work if work.region == LEAVE]
+        for work in works:
+            kept = tuple(transfer for transfer in work.transfers if transfer.kind != SEND)
+            yield evolve(work, region=OUTSIDE, transfers=self._retargeted(kept))
 
     def _sends(self, stages: Sequence[Stage]) -> Iterator[Work]:
         """Yield what stages send to those before and behind them, where these are at other positions."""
@@ -215,7 +225,9 @@ class Composer:
             for work in end.outside.work if times else ():
                 sends = tuple(self._sent(transfer, times) for transfer in work.transfers if transfer.kind == SEND)
                 if sends:
-                    yield evolve(work, products=(), operators=0, nbytes=0, on_host=OnHost(), transfers=sends)
+                    yield evolve(
+                        work, region=OUTSIDE, products=(), operators=0, nbytes=0, on_host=OnHost(), transfers=sends
+                    )
 
     def _sent(self, transfer: Transfer, times: int) -> Transfer:
         """A transfer to another stage, so many times, which lies as far away as the candidate's stages do."""

@@ -18,7 +18,7 @@ from moefw.planner.measurement.micro_batch import FP32, POOL, MicroBatch
 from moefw.planner.measurement.recorded_stage import RecordedStage
 from moefw.planner.measurement.usage import Usage
 from moefw.planner.report import Ledger, OnHost, Transfer, Work
-from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, End, Excerpt, Share, Sides
+from moefw.planner.tune.parts import ENTER, LEAVE, MICRO_BATCHES, SIDES, End, Excerpt, Share, Sides
 from moefw.planner.tune.peaks import PhaseBytes
 from moefw.recording.recorder import OPERANDS
 from moefw.runtime.parallel.holders import holdings
@@ -93,7 +93,9 @@ class _Position:
     @classmethod
     def of(cls, assembly: ExcerptAssembly, position: int, kinds: Mapping[int, str]) -> _Position:
         """Record a position."""
-        rank = recorded(assembly, MICRO_BATCHES, position, gradients=True, by_phase=assembly.by_phase)
+        rank = recorded(
+            assembly, MICRO_BATCHES, position, gradients=True, by_phase=assembly.by_phase, ends=(ENTER, LEAVE)
+        )
         with rank as (batch, layout, shared):
             batch.forward()
             batch.backward()
@@ -165,8 +167,16 @@ class _Position:
 
 
 def _rest(outside: Sequence[Work], layers: Sequence[Work], shares: Sequence[Work]) -> Iterator[Work]:
-    """Yield work outside of layers with what recorded layers did beyond their kinds' shares: less if it is negative."""
+    """Yield work outside of layers with what recorded layers did beyond their kinds' shares: less if it is negative.
+
+    The first work of a phase has that.
+    """
+    known = set[str]()
     for own in outside:
+        if own.phase in known:
+            yield own
+            continue
+        known.add(own.phase)
         more = [each for each in layers if each.phase == own.phase]
         less = [each for each in shares if each.phase == own.phase]
         transfers = Counter[Transfer]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from attrs import asdict, field, frozen
 
@@ -15,6 +15,10 @@ SIDES = tuple(COPIES)
 """The meshes of parameters."""
 MICRO_BATCHES = 4
 """Micro-batches of an excerpt's step: so many that a schedule of two positions comes to its steady part."""
+ENTER: Final = "enter"
+"""The region of what a stage does before its layers: it receives or embeds tokens, and makes what its layers share."""
+LEAVE: Final = "leave"
+"""The region of what a stage does behind its layers: it passes tokens on, or computes the loss."""
 Sides = Mapping[str, int]
 """Bytes by mesh."""
 
@@ -44,10 +48,11 @@ class Share:
 class End:
     """A position of an excerpt: the first or the last of two on pp, or the only one.
 
-    ``outside``: outside of layers. ``ends``: the work that ends a step, of parameters of ``held`` bytes. ``states``
-    and ``host``: bytes of the optimizer's states, on the device and in host memory. ``buffers``, ``batch`` (of a
-    micro-batch), ``passing`` of an update, ``pools``, of ``layers`` layers, and ``sent``, the most to another stage:
-    bytes. ``enter`` and ``leave``: the phases before and behind the layers of its stage.
+    ``outside``: outside of layers, with regions of its own before and behind them. ``ends``: the work that ends a
+    step, of parameters of ``held`` bytes. ``states`` and ``host``: bytes of the optimizer's states, on the device and
+    in host memory. ``buffers``, ``batch`` (of a micro-batch), ``passing`` of an update, ``pools``, of ``layers``
+    layers, and ``sent``, the most to another stage: bytes. ``enter`` and ``leave``: the phases before and behind the
+    layers of its stage.
     """
 
     outside: Share
