@@ -26,6 +26,8 @@ FURTHER: Final = 0.25
 """How much wider a bar is for each input that is extrapolated."""
 LEAST: Final = 5.5
 """Percent that rows of one layout differ from release to release, 90th percentile: no bar is narrower."""
+ROUNDING: Final = 1e-9
+"""Share by which a sum of weights may miss what it is compared with."""
 SCALE: Final = 0.5
 """Distance of two rows in which a number differs twofold, where a choice that differs is 1."""
 
@@ -96,7 +98,8 @@ class HeldOut:
 
 @frozen
 class Bar:
-    """Half of an interval that holds :data:`SHARE` of rows, in percent, and the inputs that no row is near to.
+    """Half of an interval that holds the speed with a probability of :data:`SHARE`, in percent, and the inputs that no
+    row is near to.
 
     ``checked``: how many steps of the cluster itself it is made of, in the place of published rows; 0: none.
     """
@@ -145,8 +148,8 @@ class ErrorOfRatio:
 def error_of_ratio(rows: Sequence[HeldOut]) -> ErrorOfRatio:
     """Error of the ratio of two layouts of one model and one software, from those of rows.
 
-    What both predictions have wrong cancels. :data:`SHARE` of the pairs lie inside. Pairs may be of different systems,
-    of which too few were published twice: candidates on one cluster are no less alike.
+    What both predictions have wrong cancels. A further pair lies inside with a probability of :data:`SHARE`. Pairs may
+    be of different systems, of which too few were published twice: candidates on one cluster are no less alike.
     """
     alike: dict[object, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -160,7 +163,7 @@ def error_of_ratio(rows: Sequence[HeldOut]) -> ErrorOfRatio:
 
 
 def ratio_percent(one: Inputs, other: Inputs, rows: Sequence[HeldOut]) -> float:
-    """Percent by which the ratio of two predicted speeds may be wrong, of :data:`SHARE` of such ratios.
+    """Percent by which the ratio of two predicted speeds may be wrong, with a probability of :data:`SHARE` at most.
 
     Errors of two models, or of two kinds of software, are taken as independent.
     """
@@ -215,11 +218,19 @@ def extrapolated(inputs: Inputs, rows: Sequence[Inputs]) -> tuple[str, ...]:
 
 
 def _quantile(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The value below which :data:`SHARE` of the weight lies."""
+    """The value below which a further one lies with a probability of :data:`SHARE`.
+
+    Of n values it is the quantile ``SHARE * (n + 1) / n``, as a further one falls into each of the n + 1 gaps with the
+    same probability (split conformal prediction, https://arxiv.org/abs/2107.07511). Of weighted ones, n is Kish's
+    effective number.
+    """
+    total = sum(weights)
+    number = total**2 / sum(weight**2 for weight in weights)
+    needed = SHARE * (number + 1) / number * total * (1 - ROUNDING)
     reached = 0.0
     for value, weight in sorted(zip(values, weights, strict=True)):
         reached += weight
-        if reached >= SHARE * sum(weights):
+        if reached >= needed:
             return value
     return max(values)
 
