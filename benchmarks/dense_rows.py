@@ -42,8 +42,9 @@ The numbers behind [the time of a step](time.md) were fitted to MoE models alone
 of dense models of Megatron-Bridge's performance pages ([`dense_rows.csv`](../benchmarks/published/dense_rows.csv)): how
 well hardware is known without experts. No number is fitted to them. Once they showed what was wrong: H100 came out 20 %
 too slow, so the sources of Hopper's products were read again. FP8 had been measured on a board of 500 W and was counted
-as of 700 W. That is [corrected](time.md#changes-of-structure-since-the-first-fit), from other sources. Rows are taken as
-those of MoE models are:
+as of 700 W. That is [corrected](time.md#changes-of-structure-since-the-first-fit), from other sources.
+
+Rows are taken as those of MoE models are:
 
 - embedding and head count as a layer each when layers are split into stages, although 80 layers divide evenly over 20
   stages;
