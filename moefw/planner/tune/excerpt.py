@@ -169,10 +169,10 @@ class _Position:
 def _rest(outside: Sequence[Work], layers: Sequence[Work], shares: Sequence[Work]) -> Iterator[Work]:
     """Yield work outside of layers with what recorded layers did beyond their kinds' shares: less if it is negative.
 
-    The first work of a phase has that.
+    One work of a phase has that: where there is one, that which is neither before layers nor behind them.
     """
     known = set[str]()
-    for own in outside:
+    for own in sorted(outside, key=lambda each: each.region in (ENTER, LEAVE)):
         if own.phase in known:
             yield own
             continue
