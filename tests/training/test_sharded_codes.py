@@ -119,6 +119,8 @@ def test_a_layout_of_shares_computes_with_codes_what_it_does_with_values(
     pool: RankPool, folders: Path, family: str, layout: str
 ) -> None:
     world, parts = LAYOUTS[layout]
+    if (family, layout) == ("deepseek_v3", "tp 2 and etp 2"):
+        pytest.skip("half of a weight of 128 columns cuts its blocks of 128 x 128: test_frozen_codes has the refusal")
     found = pool.run(of_ranks, world, folders / family, "as_stored", sized(world, parts))
     assert_same_bits(found, pool.run(of_ranks, world, folders / family, "decoded", sized(world, parts)))
 
