@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import attrs
@@ -586,6 +587,34 @@ def test_every_figure_of_time_has_a_source_or_says_how_it_was_estimated() -> Non
     for figure in found:
         assert ("https://" in figure.source) is not bool(figure.estimated), figure
     assert software.names() == ["megatron", "moefw"]
+
+
+MEASURED_PRODUCTS: dict[tuple[str, str], tuple[float, list[tuple[float, int, int | None]]]] = {
+    ("hopper", "dense_bf16"): (989.4, [(714.0, 8192, None)]),
+    ("hopper", "dense_fp8"): (1978.9, [(1204.0, 2048, None), (1470.0, 16384, None)]),
+    ("hopper", "grouped_bf16"): (
+        989.4,
+        [(628.0, 2048, 4096), (651.0, 2048, 4096), (554.0, 2048, 2048), (637.0, 2048, 2048)],
+    ),
+    ("hopper", "grouped_fp8"): (1978.9, [(776.0, 5120, 512), (1346.0, 7168, 8192)]),
+    ("blackwell", "grouped_fp8"): (5000.0, [(2672.0, 7168, None)]),
+}
+"""By generation and figure, the peak, and what sources measured: TFLOPS, the width of the sum, and the rows of a group."""
+
+
+@pytest.mark.parametrize("figure", MEASURED_PRODUCTS, ids="-".join)
+def test_a_share_of_products_is_without_what_its_source_lost_to_short_sums_and_small_groups(
+    figure: tuple[str, str],
+) -> None:
+    generation, name = figure
+    peak, measured = MEASURED_PRODUCTS[figure]
+    summed_half, half_a_tile = figures().summed_half.value, figures().tile_rows.value / 2
+    shares = []
+    for tflops, summed, rows in measured:
+        of_group = 1.0 if rows is None else rows / (rows + half_a_tile)
+        shares.append(tflops / peak * (summed + summed_half) / summed / of_group)
+    found = getattr(figures().generations[generation], name).value
+    assert found == pytest.approx(fmean(shares), abs=0.01)
 
 
 def test_a_node_of_a_cluster_is_a_power_of_two() -> None:
