@@ -122,7 +122,7 @@ def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
     votes = Counter(row.layout for row in rows)
     weights = [exp(-distance(inputs, row.inputs) / BREADTH) / votes[row.layout] for row in rows]
     far = extrapolated(inputs, [row.inputs for row in rows])
-    quantile = _quantile([abs(row.error) for row in rows], weights)
+    quantile = _quantile([abs(row.error) for row in rows], weights, _of_a_further_one(weights))
     return Bar(max(LEAST, 100 * quantile) * (1 + FURTHER * len(far)), far)
 
 
@@ -133,7 +133,8 @@ def bar_of_checked(inputs: Inputs, errors: Sequence[tuple[Inputs, float]]) -> Ba
     """
     there = [evolve(checked, cluster=inputs.cluster) for checked, _ in errors]
     far = extrapolated(inputs, there)
-    quantile = _quantile([abs(error) for _, error in errors], [1.0] * len(errors))
+    weights = [1.0] * len(errors)
+    quantile = _quantile([abs(error) for _, error in errors], weights, _of_a_further_one(weights))
     return Bar(100 * quantile * (1 + FURTHER * len(far)), far, len(errors))
 
 
@@ -148,8 +149,8 @@ class ErrorOfRatio:
 def error_of_ratio(rows: Sequence[HeldOut]) -> ErrorOfRatio:
     """Error of the ratio of two layouts of one model and one software, from those of rows.
 
-    What both predictions have wrong cancels. A further pair lies inside with a probability of :data:`SHARE`. Pairs may
-    be of different systems, of which too few were published twice: candidates on one cluster are no less alike.
+    What both predictions have wrong cancels. :data:`SHARE` of the pairs lie inside. Pairs may be of different systems,
+    of which too few were published twice: candidates on one cluster are no less alike.
     """
     alike: dict[object, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -159,11 +160,11 @@ def error_of_ratio(rows: Sequence[HeldOut]) -> ErrorOfRatio:
         for layouts in alike.values()
         for first, second in combinations(layouts.values(), 2)
     ]
-    return ErrorOfRatio(max(LEAST / 100, expm1(_quantile(apart, [1.0] * len(apart)))), len(apart))
+    return ErrorOfRatio(max(LEAST / 100, expm1(_quantile(apart, [1.0] * len(apart), SHARE))), len(apart))
 
 
 def ratio_percent(one: Inputs, other: Inputs, rows: Sequence[HeldOut]) -> float:
-    """Percent by which the ratio of two predicted speeds may be wrong, with a probability of :data:`SHARE` at most.
+    """Percent by which the ratio of two predicted speeds may be wrong, of :data:`SHARE` of such ratios.
 
     Errors of two models, or of two kinds of software, are taken as independent.
     """
@@ -217,16 +218,20 @@ def extrapolated(inputs: Inputs, rows: Sequence[Inputs]) -> tuple[str, ...]:
     return tuple(far)
 
 
-def _quantile(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The value below which a further one lies with a probability of :data:`SHARE`.
+def _of_a_further_one(weights: Sequence[float]) -> float:
+    """Share of values below a bound under which a further value lies with a probability of :data:`SHARE`.
 
-    Of n values it is the quantile ``SHARE * (n + 1) / n``, as a further one falls into each of the n + 1 gaps with the
-    same probability (split conformal prediction, https://arxiv.org/abs/2107.07511). Of weighted ones, n is Kish's
-    effective number.
+    Of n values it is ``SHARE * (n + 1) / n``, as a further one falls into each of the n + 1 gaps with the same
+    probability (split conformal prediction, https://arxiv.org/abs/2107.07511). Of weighted ones, n is Kish's effective
+    number.
     """
-    total = sum(weights)
-    number = total**2 / sum(weight**2 for weight in weights)
-    needed = SHARE * (number + 1) / number * total * (1 - ROUNDING)
+    number = sum(weights) ** 2 / sum(weight**2 for weight in weights)
+    return SHARE * (number + 1) / number
+
+
+def _quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
+    """The value below which so much of the weight lies; the largest one, where that is more than there is."""
+    needed = share * sum(weights) * (1 - ROUNDING)
     reached = 0.0
     for value, weight in sorted(zip(values, weights, strict=True)):
         reached += weight
