@@ -6,7 +6,6 @@ import faulthandler
 import os
 import re
 import signal
-from multiprocessing.connection import Connection
 from typing import Final
 
 FRAMES: Final = 12
@@ -14,19 +13,19 @@ FRAMES: Final = 12
 _FRAME: Final = re.compile(r'  File ".*", line \d+ in ')
 
 
-def write_stacks_to(pipe: Connection) -> None:
-    """From now on in this process, write the Python stacks of all threads to ``pipe`` when a signal such as SIGSEGV
-    kills it. ``pipe`` must stay open.
+def write_stacks_to(pipe: int) -> None:
+    """From now on in this process, write the Python stacks of all threads to a pipe when a signal such as SIGSEGV kills
+    it. The file descriptor must stay open.
     """
-    faulthandler.enable(pipe.fileno())
+    faulthandler.enable(pipe)
 
 
-def told_of_death(exit_code: int, stacks: Connection) -> str:
-    """Text about a process that is dead: how it ended, then what it wrote to the other end of ``stacks``."""
+def told_of_death(exit_code: int, stacks: int) -> str:
+    """Text about a process that is dead: how it ended, then what is in the pipe with this file descriptor."""
     if exit_code >= 0:
         return f"the process died with exit code {exit_code}"
     written = b""
-    while part := os.read(stacks.fileno(), 1 << 16):
+    while part := os.read(stacks, 1 << 16):
         written += part
     name = signal.Signals(-exit_code).name
     return "\n".join([f"the process died of {name}", *_innermost(written.decode(errors="replace"))])

@@ -81,7 +81,7 @@ class _Worker:
     def told_of_death(self) -> str:
         """What became of the process, which is about to end."""
         self.process.join()
-        return told_of_death(self.process.exitcode, self.stacks)
+        return told_of_death(self.process.exitcode, self.stacks.fileno())
 
     def end(self) -> None:
         self.process.kill()
@@ -191,7 +191,7 @@ class RankPool:
 
 def _serve(pipe: Connection, stacks: Connection, port: int) -> None:
     """Run the jobs that come through a pipe; answer each with its status, and its result or what is told of its end."""
-    write_stacks_to(stacks)
+    write_stacks_to(stacks.fileno())
     torch.set_num_threads(1)
     freeze_stages()
     _freeze()
