@@ -203,7 +203,7 @@ REFUSED: Mapping[str, tuple[int, Parts]] = {
     "hybridep": (2, {"dispatch": {"use": "hybridep", "backend": "torch"}}),
     "a budget without max_tokens": (2, {"dispatch": {**STATIC, "max_tokens": None}}),
     "hops without max_tokens": (2, {"dispatch": {**HOPS, "max_tokens": None}}),
-    "pages in host memory": (1, {"memory": [{**STASH, "spill": "host"}], "dispatch": STATIC}),
+    "pages in host memory": (1, {"memory": [{**STASH, "factor": 0.3, "spill": "host"}], "dispatch": STATIC}),
     "padded rows": (2, {"routing": {"use": "topk", "capacity": {"factor": 1.0, "pad": True}}}),
 }
 
