@@ -24,11 +24,20 @@ def told_of_death(exit_code: int, stacks: int) -> str:
     """Text about a process that is dead: how it ended, then what is in the pipe with this file descriptor."""
     if exit_code >= 0:
         return f"the process died with exit code {exit_code}"
-    written = b""
-    while part := os.read(stacks, 1 << 16):
-        written += part
     name = signal.Signals(-exit_code).name
-    return "\n".join([f"the process died of {name}", *_innermost(written.decode(errors="replace"))])
+    return "\n".join([f"the process died of {name}", *_innermost(_written_to(stacks))])
+
+
+def _written_to(pipe: int) -> str:
+    """Text that is in a pipe. A child of the dead process, which may hold the other end, is not waited for."""
+    os.set_blocking(pipe, False)
+    written = b""
+    try:
+        while part := os.read(pipe, 1 << 16):
+            written += part
+    except BlockingIOError:
+        pass  # it is empty, and its other end is open
+    return written.decode(errors="replace")
 
 
 def _innermost(stacks: str) -> list[str]:
