@@ -22,7 +22,7 @@ from moefw.core.records import Pass
 from moefw.planner.measurement.alike import alike_positions
 from moefw.planner.measurement.gradient_sums import GradientSums
 from moefw.planner.measurement.layers import RunLayer
-from moefw.planner.measurement.micro_batch import BUFFERS, FP32, POOL, Ends, MicroBatch
+from moefw.planner.measurement.micro_batch import BUFFERS, FP32, POOL, MicroBatch, RegionsAround
 from moefw.planner.measurement.optimizer_states import measure_states
 from moefw.planner.measurement.usage import Usage
 from moefw.planner.report import Held, Ledger, Peak, Position, RegionTotals, model_flops
@@ -215,13 +215,13 @@ def recorded(
     gradients: bool,
     passes: Sequence[Pass] = TRAINING,
     by_phase: bool = False,
-    ends: Ends | None = None,
+    regions_around: RegionsAround | None = None,
     only: Sequence[RunLayer] | None = None,
 ) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
     """Open the first rank of a position on pp: a recorded micro-batch that has not run, the layout, what parts share.
 
-    ``ends``: see :class:`MicroBatch`. ``only``: the layers that are built and run; None: all are built, and some are
-    chosen to run. All inside lies on tensors without memory, and routing is even.
+    ``regions_around``: see :class:`MicroBatch`. ``only``: the layers that are built and run; None: all are built, and
+    some are chosen to run. All inside lies on tensors without memory, and routing is even.
     """
     recorder = Recorder()
     shared = Shared()
@@ -240,7 +240,7 @@ def recorded(
             count=count,
             gradients=gradients,
             by_phase=by_phase,
-            ends=ends,
+            regions_around=regions_around,
             only=only,
         )
         stack.enter_context(batch.weights_shared(passes))

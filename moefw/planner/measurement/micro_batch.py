@@ -44,8 +44,8 @@ BUFFERS: Final = "buffers"
 BATCH: Final = "batch"
 POOL: Final = "pool"
 """Storages that a policy keeps from step to step."""
-Ends = tuple[str, str]
-"""The regions of what a stage does before its layers and behind them, where these have regions."""
+RegionsAround = tuple[str, str]
+"""The names of the regions before the layers of a stage and behind them."""
 SAVED: Final = (None, GATHERED)
 """Labels of the storages that forward allocates and backward frees."""
 
@@ -56,8 +56,8 @@ class MicroBatch:
 
     ``count``: the number of micro-batches of a step. ``gradients``: whether gradients of an earlier micro-batch exist
     when this one begins. ``by_phase``: whether each phase has a graph of its own although the assembly's schedule does
-    not ask for that. ``ends``: regions for what stages do before and behind their layers; None: that is outside of all.
-    ``only``: the layers that are built and run, of an earlier recording, which has noted their work;
+    not ask for that. ``regions_around``: those of what stages do before and behind their layers; None: that is outside
+    of all regions. ``only``: the layers that are built and run, of an earlier recording, which has noted their work;
     None: these are chosen, and all are built. ``layers``: the layers that run. ``offloaded``: bytes of host memory by
     place.
     """
@@ -72,11 +72,11 @@ class MicroBatch:
         count: int,
         gradients: bool,
         by_phase: bool = False,
-        ends: Ends | None = None,
+        regions_around: RegionsAround | None = None,
         only: Sequence[RunLayer] | None = None,
     ) -> None:
         self.assembly = assembly
-        self._ends = ends
+        self._regions_around = regions_around
         self.recorder = recorder
         train = assembly.spec.train
         is_played = layout.size("pp") > 1 or assembly.parts.pipeline.merges or train.delay_wgrads
@@ -307,8 +307,8 @@ class MicroBatch:
         def leave(value: Any) -> Any:
             return model.leave(stage, value)
 
-        if self._ends is not None:
-            before, behind = self._ends
+        if self._regions_around is not None:
+            before, behind = self._regions_around
             enter = self.recorder.places.inside(before, None, enter)
             leave = self.recorder.places.inside(behind, None, leave)
         recorded = RecordedStage(self.recorder, by_phase=self._by_phase)

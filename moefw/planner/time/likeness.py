@@ -122,7 +122,7 @@ def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
     votes = Counter(row.layout for row in rows)
     weights = [exp(-distance(inputs, row.inputs) / BREADTH) / votes[row.layout] for row in rows]
     far = extrapolated(inputs, [row.inputs for row in rows])
-    quantile = _quantile([abs(row.error) for row in rows], weights, _of_a_further_one(weights))
+    quantile = _quantile([abs(row.error) for row in rows], weights, _conformal_share(weights))
     return Bar(max(LEAST, 100 * quantile) * (1 + FURTHER * len(far)), far)
 
 
@@ -134,7 +134,7 @@ def bar_of_checked(inputs: Inputs, errors: Sequence[tuple[Inputs, float]]) -> Ba
     there = [evolve(checked, cluster=inputs.cluster) for checked, _ in errors]
     far = extrapolated(inputs, there)
     weights = [1.0] * len(errors)
-    quantile = _quantile([abs(error) for _, error in errors], weights, _of_a_further_one(weights))
+    quantile = _quantile([abs(error) for _, error in errors], weights, _conformal_share(weights))
     return Bar(100 * quantile * (1 + FURTHER * len(far)), far, len(errors))
 
 
@@ -218,7 +218,7 @@ def extrapolated(inputs: Inputs, rows: Sequence[Inputs]) -> tuple[str, ...]:
     return tuple(far)
 
 
-def _of_a_further_one(weights: Sequence[float]) -> float:
+def _conformal_share(weights: Sequence[float]) -> float:
     """Share of values below a bound under which a further value lies with a probability of :data:`SHARE`.
 
     Of n values it is ``SHARE * (n + 1) / n``, as a further one falls into each of the n + 1 gaps with the same

@@ -94,7 +94,7 @@ class _Position:
     def of(cls, assembly: ExcerptAssembly, position: int, kinds: Mapping[int, str]) -> _Position:
         """Record a position."""
         rank = recorded(
-            assembly, MICRO_BATCHES, position, gradients=True, by_phase=assembly.by_phase, ends=(ENTER, LEAVE)
+            assembly, MICRO_BATCHES, position, gradients=True, by_phase=assembly.by_phase, regions_around=(ENTER, LEAVE)
         )
         with rank as (batch, layout, shared):
             batch.forward()
@@ -169,7 +169,7 @@ class _Position:
 def _rest(outside: Sequence[Work], layers: Sequence[Work], shares: Sequence[Work]) -> Iterator[Work]:
     """Yield work outside of layers with what recorded layers did beyond their kinds' shares: less if it is negative.
 
-    One work of a phase has that: where there is one, that which is neither before layers nor behind them.
+    That goes to one work of each phase: to one that is neither before the layers nor behind them, if there is one.
     """
     known = set[str]()
     for own in sorted(outside, key=lambda each: each.region in (ENTER, LEAVE)):
