@@ -52,8 +52,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Behind the last test of a file, exclude all that is left from later searches for garbage, which took a tenth of
-    the time: it is imported, or kept for the whole session.
+    """Behind the last test of a file, exclude all that is left from later searches for garbage: it is imported, or kept
+    for the whole session. In three folders that were measured, searches took a tenth of the processor time.
     """
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
