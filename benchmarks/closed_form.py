@@ -19,15 +19,15 @@ from attrs import evolve, field, frozen
 from moefw.models.huggingface.families import sections_of
 from moefw.models.presets import preset_sections
 from moefw.planner.cluster import Cluster
-from moefw.planner.report import AGAIN, OnHost, Position, Product, Transfer, Work, model_flops
+from moefw.planner.report import AGAIN, OnHost, Position, Product, Transfer, Updated, Work, model_flops
 from moefw.planner.time.nodes import Nodes
 
 BF16: Final = 2
 FP32: Final = 4
-OPTIMIZER_BYTES: Final = 30
-"""Bytes that an update reads and writes for each element: gradient, master and two moments in fp32, weight in bf16."""
-STATES_BYTES: Final = 12
-"""Bytes of the states of an element: master and two moments in fp32."""
+MOMENTS_BYTES: Final = 2 * FP32
+"""Bytes of the moments of a parameter."""
+STATES_BYTES: Final = FP32 + MOMENTS_BYTES
+"""Bytes of the states of a parameter that wait on a host: of its master, too."""
 
 
 @frozen(kw_only=True)
@@ -204,7 +204,7 @@ class Rows:
         for region, products in by_region.items():
             yield region, products, tensor if region in (first, "attn_proj") else ()
         yield "core_attn", [*self._core(number)], ()
-        yield "layer", [*self._linear(self.tokens, sizes.dim, 2 * sizes.dim, "bfloat16")] if is_mtp else [], ()
+        yield "layer", [*self._linear(self.stream, sizes.dim, 2 * sizes.dim, "bfloat16")] if is_mtp else [], ()
         yield "mlp_norm", (), ()
         if is_dense:
             dense = [*self._mlp(sizes.dense_dim)]
@@ -274,7 +274,12 @@ class Rows:
         inside = max(1, min(ep, self.layout.node_gpus // self.layout.expert_tp))
         node, network = nbytes * (inside - 1) // ep, nbytes * (ep - inside) // ep
         span = self.layout.expert_tp * (ep - 1)
-        return (Transfer("all-to-all", "ep", ep, node, network, span=span),) * 2
+        moved = (Transfer("all-to-all", "ep", ep, node, network, span=span),)
+        if self.layout.expert_tp > 1:
+            # Ranks that share an expert gather its rows, and sum the parts of their results.
+            moved += (Transfer("all-gather", "etp", self.layout.expert_tp, nbytes * (self.layout.expert_tp - 1), 0),)
+        weights = self.stream * self.sizes.top_k * FP32
+        return *(moved * 2), Transfer("all-to-all", "ep", ep, weights, 0)
 
     def outside(self, *, has_head: bool) -> Iterator[Work]:
         """Yield the work outside of layers: what goes to other stages, and the head.
@@ -349,8 +354,11 @@ class Rows:
         yield _work(None, 1, "outside", "gradients", (), sums)
         updated = plain / dense_ranks + experts / layout.expert_dp
         states = round(STATES_BYTES * updated) if self.states_on_host else 0
-        update = _work(None, 1, "outside", "optimizer", (), (), nbytes=round(OPTIMIZER_BYTES * updated))
-        yield evolve(update, on_host=OnHost(out=states, back=states))
+        yield evolve(
+            _work(None, 1, "outside", "optimizer", (), ()),
+            on_host=OnHost(out=states, back=states),
+            updated=Updated(parameters=round(updated), states=round(MOMENTS_BYTES * updated)),
+        )
 
     def _sum(self, elements: int, ranks: int, stride: int) -> Iterator[Transfer]:
         """Yield a sum of gradients in fp32, whose parts stay on ranks, and a gather of the updated weights in bf16.
@@ -397,7 +405,6 @@ def _work(
     phase: str,
     products: Sequence[Product],
     transfers: Sequence[Transfer],
-    nbytes: int = 0,
 ) -> Work:
     return Work(
         layer=layer,
@@ -407,7 +414,7 @@ def _work(
         products=tuple(products),
         transfers=tuple(transfers),
         operators=0,
-        nbytes=nbytes,
+        nbytes=0,
     )
 
 

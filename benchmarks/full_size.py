@@ -1,14 +1,15 @@
-"""Plans of published rows at full size, as Megatron runs them, beside the closed forms to which numbers were fitted.
+"""Plans of published rows at full size, as Megatron runs them, beside the published figures and the closed forms.
 
-``moefw plan --as megatron`` measures the layers of a spec; :mod:`closed_form` writes them down. Both have to give a row
-the same time. It prints a table and writes ``results/full_size.json``. ``--rows p144`` does some rows alone: those of
-large models take minutes each.
+``moefw plan --as megatron`` measures the layers of a spec; :mod:`closed_form` writes them down, so that numbers can be
+fitted to many rows. Both have to give a row the same time, and plans must not be further from what was published. It
+prints a table and writes ``results/full_size.json``, for which all rows take about ten processor minutes.
+``--rows p144`` does some rows alone, and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from attrs import frozen
@@ -23,12 +24,13 @@ from moefw.core.site import Machine
 from moefw.planner import ledger
 from moefw.planner.time.forecast import forecast
 from moefw.planner.time.scale import fitted
+from moefw.planner.time.step import told
 from published_rows import Predictor, Row, read
-from tune import spec_of
+from published_specs import spec_of
+from step_times import Errors, Summary, votes
 
-ROWS: Final = ("p144", "p002", "p107")
-"""A model each: on one stage, on merged stages, and on merged ones with a layer that predicts a token."""
 GOAL: Final = 0.005
+"""Share by which both may differ."""
 
 
 def assembled(row: Row) -> Assembly:
@@ -49,9 +51,10 @@ class Compared:
 
     @classmethod
     def of(cls, row: Row) -> Compared:
-        """Comparison of a row, whose layers are measured."""
+        """Comparison of a row, whose layers are measured. Both have the fitted factor of the row's software."""
         assembly = assembled(row)
-        planned = forecast(assembly, ledger(assembly), row.cluster, row["system"].lower(), row.software).told
+        found = forecast(assembly, ledger(assembly), row.cluster, row["system"].lower(), row.software)
+        planned = told(found.rehearsal, found.scale, row.factor(fitted()))
         closed = Predictor.empty().told(row, fitted())
         names = dict.fromkeys([*closed.categories, *planned.categories])
         return cls(
@@ -66,6 +69,18 @@ class Compared:
         """Difference of both, as a share of the closed form's."""
         return self.planned_s / self.closed_s - 1
 
+    def errors(self, row: Row) -> tuple[float, float]:
+        """Errors of the tokens a second of a row with this time: of the plan, and of the closed form."""
+        planned, closed = (row.tokens / seconds / row.number("gpus") for seconds in (self.planned_s, self.closed_s))
+        return planned / row.tokens_per_s - 1, closed / row.tokens_per_s - 1
+
+    def __str__(self) -> str:
+        """Line of a table."""
+        row = self.row
+        planned, closed = self.errors(row)
+        where = f"{row['id']}  {row['model_printed']}, {row['gpus']} {row['system']}, {row['precision']}"
+        return f"{where:50} apart {100 * self.apart:+.2f} %  errors {100 * planned:+.1f} {100 * closed:+.1f} %"
+
     def to_data(self) -> dict[str, Any]:
         """Plain data."""
         return {
@@ -78,20 +93,51 @@ class Compared:
         }
 
 
+def alike(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Yield the rows that have one prediction."""
+    predictor = Predictor.empty()
+    groups: dict[object, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(predictor.same(row), []).append(row)
+    yield from groups.values()
+
+
 def main() -> None:
-    """Compare, print and write ``full_size.json``."""
+    """Compare and print; write ``full_size.json`` of all rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", nargs="+", default=ROWS)
+    parser.add_argument("--rows", nargs="+", metavar="ID")
     asked = parser.parse_args().rows
-    rows = {row["id"]: row for row in read()}
-    compared = {name: Compared.of(rows[name]) for name in asked}
+    scored = [row for row in read() if row.is_scored]
+    compared: dict[str, Compared] = {}
+    planned: dict[str, float] = {}
+    closed: dict[str, float] = {}
+    for group in alike(scored):
+        first = group[0]
+        if asked and not set(asked) & {row["id"] for row in group}:
+            continue
+        each = compared[first["id"]] = Compared.of(first)
+        print(each, flush=True)
+        for row in group:
+            planned[row["id"]], closed[row["id"]] = each.errors(row)
+    if not asked:
+        print(record.write("full_size", _data(scored, compared, planned, closed)))
+
+
+def _data(rows: list[Row], compared: Mapping[str, Compared], planned: Errors, closed: Errors) -> dict[str, Any]:
+    """Plain data of all rows. Prints the goals."""
     goals = [
         goal.at_most(f"{name}, {each.row['model_printed']}: plan over closed form, apart", abs(each.apart), GOAL)
         for name, each in compared.items()
     ]
     print(goal.table(goals))
-    data = {name: each.to_data() for name, each in compared.items()}
-    print(record.write("full_size", {"rows": data, "goals": goals}))
+    errors = {name: Summary.of(votes(rows, found)) for name, found in (("planned", planned), ("closed form", closed))}
+    for name, summary in errors.items():
+        print(f"{name}: mean, median, 90 % within, worst, within 20 %: {summary}")
+    return {
+        "errors": {name: {"mean": each.mean, "median": each.median, "p90": each.p90} for name, each in errors.items()},
+        "rows": {name: each.to_data() for name, each in compared.items()},
+        "goals": goals,
+    }
 
 
 if __name__ == "__main__":

@@ -107,6 +107,12 @@ class Row:
             return "software_2025"
         return "" if self["stack"] in ("mcore26", "") else self["stack"]
 
+    def factor(self, numbers: Fitted) -> float:
+        """Fitted factor of the row's software."""
+        if self.stack == "software_2025":
+            return numbers.software_2025
+        return numbers.stacks.get(self.stack, 1.0)
+
     @property
     def cluster(self) -> Cluster:
         """Cluster of the row."""
@@ -227,6 +233,7 @@ class Row:
             experts=sizes.experts,
             top_k=sizes.top_k,
             ep=rows.layout.ep,
+            etp=rows.layout.expert_tp,
             dispatcher=self["dispatcher"] or "alltoall",
             groups=sizes.groups,
             top_groups=sizes.top_groups,
@@ -295,12 +302,7 @@ class Predictor:
     def told(self, row: Row, numbers: Fitted) -> Told:
         """Time of a row's step."""
         rehearsal, cluster = self._of(row)
-        factor = 1.0
-        if row.stack == "software_2025":
-            factor = numbers.software_2025
-        elif row.stack:
-            factor = numbers.stacks.get(row.stack, 1.0)
-        return told(rehearsal, Scale.of(numbers, cluster, figures()), factor)
+        return told(rehearsal, Scale.of(numbers, cluster, figures()), row.factor(numbers))
 
     def steady(self, row: Row, count: int) -> Steady:
         """Schedule of a row's step of so many micro-batches."""

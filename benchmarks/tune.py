@@ -4,10 +4,7 @@
 models in the software of the row, records each row under ``results/tune.json``, and prints the page of all that are
 recorded there. ``--rows`` without an ID searches nothing.
 
-Megatron's distributed optimizer is ``zero: 1`` over all copies, and so is FSDP that keeps weights gathered for a step;
-recompute of modules is ``recompute`` of the same regions. Formats are emulated and libraries of dispatchers stood in
-for: products and what is sent stay the same. ``published/recipes.csv`` has what recipes say of states and recompute
-that the pages of rows do not.
+Rows are searched in the specs of :mod:`published_specs`.
 """
 
 from __future__ import annotations
@@ -24,22 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import record
-from closed_form import stages_of
 from moefw.compose.spec.structure import plain
-from published_rows import PRESETS, RECOMPUTED, Row, read
+from published_rows import Row, read
+from published_specs import spec_of
 
 ROWS: Final = ("p018", "p019", "p109", "p015", "p142")
 """Best rows of DeepSeek-V3 on 256 GB300, at two batches, and on 1,024 H100, of Qwen3-235B, and of Kimi-K2."""
-REGIONS: Final = {
-    "full": ("attn_norm", "attention", "mlp_norm", "router", "dispatch", "experts", "shared_experts", "dense_mlp"),
-}
-"""Regions of a spec for modules of recompute that are larger than those of the closed form."""
-PRECISION: Final = {
-    "bf16": {"use": "bf16"},
-    "mxfp8": {"use": "mxfp8", "backend": "emulate"},
-    "fp8block": {"use": "fp8-blockwise", "backend": "emulate"},
-}
-GRADIENTS: Final = {"": "float32", "bf16": "bfloat16"}
 KEPT: Final = {"automodel": ("schedule", "tp", "etp", "memory", "dispatcher")}
 """What a search keeps of rows of a stack, beside sharding: the software has nothing else there, or it is not known.
 
@@ -47,9 +34,6 @@ Of AutoModel: its MoE models refuse tensor parallelism, shard experts by ``ep`` 
 blocks or none, by the parallelizer of the row's recipe (``nemo_automodel/components/moe/parallelizer.py`` at 4448734);
 which other schedules it has is not known here. What Megatron has, its implementation's file says.
 """
-LIBRARIES: Final = ("deepep", "hybridep")
-LETTERS: Final = {"embedding": "E", "dense": "t", "moe": "t", "mtp": "m", "head": "L"}
-"""What stages hold, in the letters of a spec."""
 ALLOWED: Final = 3.0
 """Percent below the tied group that a vendor's layout may be predicted, by the issue's goal."""
 CATEGORIES: Final = 3
@@ -132,48 +116,6 @@ def searched(row: Row, candidates: int, cache: str, keep: Sequence[str] = ()) ->
         raise RuntimeError(f"the search around {row['id']} ended without an answer: {told.stderr}")
     found: dict[str, Any] = json.loads(told.stdout)
     return {**found, "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
-
-
-def spec_of(row: Row) -> dict[str, Any]:
-    """Spec of a row's layout."""
-    layout = row.layout
-    sharded = {"shard": "all", "zero": 1}
-    merged = bool(row.software.ep_overlap)
-    pipeline: dict[str, Any] = {"use": "1f1b"}
-    if layout.pp > 1 and layout.chunks > 1:
-        pipeline = {"use": "interleaved", "chunks": layout.chunks, "merged": merged}
-    if layout.pp > 1:
-        stages = ("".join(LETTERS[unit] for unit in stage) for stage in stages_of(row.sizes, layout))
-        pipeline["layout"] = "|".join(stages)
-    dispatcher = row["dispatcher"] or "alltoall"
-    return {
-        "model": {"preset": PRESETS[row["model"]], **({"mtp_layers": row.sizes.mtp} if row.sizes.mtp else {})},
-        "precision": PRECISION[row["precision"]],
-        "train": {
-            "seq_len": row.number("seq_len"),
-            "tokens_per_step": row.tokens,
-            "micro_batch": row.number("micro_batch"),
-            "main_gradients": GRADIENTS[row.recipe.get("gradients", "")],
-        },
-        "parallel": {
-            "pp": layout.pp,
-            "dense": {"tp": layout.tp, "cp": layout.cp, **sharded},
-            "experts": {"ep": layout.ep, "etp": layout.expert_tp, **sharded},
-            "ranks_per_node": layout.node_gpus,
-        },
-        "pipeline": pipeline,
-        "memory": [*policies_of(row)],
-        "dispatch": {"use": dispatcher, **({"backend": "torch"} if dispatcher in LIBRARIES else {})},
-    }
-
-
-def policies_of(row: Row) -> Iterator[dict[str, Any]]:
-    """Yield the memory policies of a row, as its page or its recipe says."""
-    regions = [region for module in row.recomputed for region in REGIONS.get(module, RECOMPUTED[module])]
-    if regions:
-        yield {"use": "recompute", "regions": regions}
-    if states := row.recipe.get("states"):
-        yield {"use": f"optimizer-{states}"}
 
 
 def page(found: Mapping[str, Found], rows: Mapping[str, Row]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from attrs import asdict, evolve, field, fields, frozen
 
@@ -123,8 +123,18 @@ class Transfer:
         return evolve(self, node=round(times * self.node), network=round(times * self.network))
 
 
+@frozen
+class Sums:
+    """Whole numbers that add up, each with its own."""
+
+    def plus(self, other: Self, times: float = 1.0) -> Self:
+        """Sum of this and ``times`` the other."""
+        names = [field.name for field in fields(type(self))]
+        return type(self)(**{name: getattr(self, name) + round(times * getattr(other, name)) for name in names})
+
+
 @frozen(kw_only=True)
-class OnHost:
+class OnHost(Sums):
     """What goes over the link between a GPU and its host, and what the host computes, in bytes.
 
     ``out`` and ``back``: to the host's memory and from it, in so many ``copies``. ``nbytes``: what operators of the
@@ -136,10 +146,16 @@ class OnHost:
     back: int = 0
     nbytes: int = 0
 
-    def plus(self, other: OnHost, times: float = 1.0) -> OnHost:
-        """Sum of this and ``times`` the other."""
-        names = [field.name for field in fields(OnHost)]
-        return OnHost(**{name: getattr(self, name) + round(times * getattr(other, name)) for name in names})
+
+@frozen(kw_only=True)
+class Updated(Sums):
+    """What an update changes element by element on the GPU: so many parameters, and bytes of their states.
+
+    Nothing where any states rest elsewhere, or where a rule for matrices multiplies.
+    """
+
+    parameters: int = 0
+    states: int = 0
 
 
 @frozen(kw_only=True)
@@ -148,7 +164,8 @@ class Work:
 
     ``phase``: ``forward``, ``backward``, ``recompute``; or done once a step, for all its micro-batches: ``once`` in
     one of them, ``gradients``, their sums over ranks and their norm, and ``optimizer``, clipping and the update.
-    ``operators``: all others on the GPU, with the bytes that they read and write, each by itself.
+    ``operators``: all others on the GPU, with the bytes that they read and write, each by itself. ``updated``: what of
+    these is the update's.
     """
 
     layer: int | None
@@ -160,6 +177,7 @@ class Work:
     operators: int
     nbytes: int
     on_host: OnHost = OnHost()
+    updated: Updated = Updated()
 
     @property
     def launches(self) -> int:
@@ -276,4 +294,5 @@ def work_of(data: Mapping[str, Any]) -> Work:
     values["products"] = tuple(Product(**{**row, "shape": tuple(row["shape"])}) for row in data["products"])
     values["transfers"] = tuple(Transfer(**row) for row in data["transfers"])
     values["on_host"] = OnHost(**data["on_host"])
+    values["updated"] = Updated(**data["updated"])
     return Work(**values)

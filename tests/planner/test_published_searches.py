@@ -8,6 +8,7 @@ import pytest
 
 import tune
 from published_rows import read
+from published_specs import spec_of
 
 ROWS = {row["id"]: row for row in read()}
 
@@ -72,10 +73,10 @@ def test_other_sharding_is_named_if_it_is_faster_than_the_best_found() -> None:
 
 
 def test_states_gradients_and_recompute_are_those_of_the_recipe() -> None:
-    deepseek = tune.spec_of(ROWS["p018"])
+    deepseek = spec_of(ROWS["p018"])
     assert deepseek["memory"] == [{"use": "optimizer-bf16"}]
     assert deepseek["train"]["main_gradients"] == "bfloat16"
-    assert tune.spec_of(ROWS["p142"])["train"]["main_gradients"] == "float32"
-    recompute, states = tune.spec_of(ROWS["p142"])["memory"]
+    assert spec_of(ROWS["p142"])["train"]["main_gradients"] == "float32"
+    recompute, states = spec_of(ROWS["p142"])["memory"]
     assert {"attention", "experts", "dispatch"} <= set(recompute["regions"])
     assert states == {"use": "optimizer-bf16"}

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from moefw.core.contracts import Layout
 from moefw.core.stages import ExpertBatch
-from moefw.planner.report import AGAIN, OnHost, Product, Transfer, Work
+from moefw.planner.report import AGAIN, OnHost, Product, Transfer, Updated, Work
 from moefw.recording.collectives import WAIT, collective_of
 from moefw.recording.places import Place
 from moefw.recording.recorder import Life, Recorder
@@ -62,6 +62,7 @@ class _Done:
     operators: int = 0
     nbytes: int = 0
     on_host: OnHost = OnHost()
+    updated: Updated = Updated()
 
 
 @frozen(kw_only=True)
@@ -372,6 +373,11 @@ class Operations:
         done.operators += 1
         done.nbytes += nbytes
 
+    def updates(self, updated: Updated) -> None:
+        """Note what the operators of an update changed."""
+        done = self._done_here()
+        done.updated = done.updated.plus(updated)
+
     @contextmanager
     def grown(self, times: float) -> Iterator[None]:
         """Note the operators of this block with so many times the bytes that they read, write and copy."""
@@ -530,6 +536,7 @@ class Operations:
                 operators=done.operators,
                 nbytes=done.nbytes,
                 on_host=done.on_host,
+                updated=done.updated,
             )
 
 

@@ -16,6 +16,7 @@ from moefw.compose.optimizer import build_optimizer
 from moefw.core.contracts import Layout, Named
 from moefw.core.records import Canonical, TrainedParameters
 from moefw.planner.measurement.micro_batch import MicroBatch
+from moefw.planner.report import Updated
 from moefw.recording.fake_tensors import indices_without_values
 from moefw.runtime.naming import by_parameter
 from moefw.runtime.parallel.boxes import whole_shape
@@ -105,6 +106,9 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
                 host_bytes += copy_count * state.nbytes
             else:
                 device_bytes += copy_count * state.nbytes
+    if plugin.rule() is None and not host_bytes:
+        with recorder.places.phase("optimizer"):
+            batch.operations.updates(Updated(parameters=elements, states=device_bytes))
     return States(device=device_bytes, host=host_bytes, passing=passing)
 
 

@@ -34,9 +34,9 @@ FP32: Final = 4.0
 class Shapes:
     """What of a model and its layout decides the volume of dispatchers.
 
-    ``tokens``: of the residual stream of a rank in a micro-batch. ``groups`` and ``top_groups``: a token's experts are
-    in ``top_groups`` of so many groups; 1: anywhere. ``skew``: rows of the rank with most beside the mean; 1: forced
-    balance. ``itemsize``: bytes of a value that is sent to experts.
+    ``tokens``: of the residual stream of a rank in a micro-batch. ``etp``: ranks that share an expert. ``groups`` and
+    ``top_groups``: a token's experts are in ``top_groups`` of so many groups; 1: anywhere. ``skew``: rows of the rank
+    with most beside the mean; 1: forced balance. ``itemsize``: bytes of a value that is sent to experts.
     """
 
     tokens: int
@@ -45,6 +45,7 @@ class Shapes:
     top_k: int
     ep: int
     dispatcher: str
+    etp: int = 1
     groups: int = 1
     top_groups: int = 1
     skew: float = 1.0
@@ -165,11 +166,18 @@ class Costs:
 
     def once(self, work: Sequence[Work]) -> float:
         """Seconds of a position for what a step does once: the update, and passes over weights and gradients."""
-        updates = sum(each.layers * self._measured(each) for each in work if each.phase == "optimizer")
+        updates = sum(each.layers * self._update(each) for each in work if each.phase == "optimizer")
         software = self.implementation.once
         if software is None:
             return updates + sum(each.layers * self._measured(each) for each in work if each.phase == "once")
         return updates + self.rates.update(software.quantized * quantized_weights(work), 1)
+
+    def _update(self, work: Work) -> float:
+        """Seconds of an update: of the software's own kernel, if it has one and the update is element by element."""
+        software = self.implementation.once
+        if software is None or not work.updated.parameters:
+            return self._measured(work)
+        return self.rates.update(software.updated * work.updated.parameters + 2 * work.updated.states, 1)
 
     def _measured(self, work: Work) -> float:
         """Seconds of passes over memory and products, as a plan has measured them."""
@@ -331,8 +339,9 @@ class Costs:
         """Seconds of a movement in which a token's row goes once to each node, and there once to each rank."""
         shapes = self.shapes
         row = shapes.tokens * shapes.hidden * shapes.itemsize
-        nodes = max(1, -(-shapes.ep // self.nodes.real))
-        ranks = places_of_token(shapes, shapes.ep) * (shapes.ep - 1) / shapes.ep
+        everyone = shapes.ep * shapes.etp
+        nodes = max(1, -(-everyone // self.nodes.real))
+        ranks = places_of_token(shapes, shapes.ep) * shapes.etp * (everyone - 1) / everyone
         to_nodes = places_of_token(shapes, nodes) * (nodes - 1) / nodes if nodes > 1 else 0.0
         return self.rates.movement(row * ranks, row * to_nodes, shapes.dispatcher)
 

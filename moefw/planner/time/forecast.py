@@ -241,6 +241,7 @@ def shapes_of(assembly: Assembly, plan: Ledger, skew: float) -> Shapes:
         experts=dims.num_experts,
         top_k=dims.top_k,
         ep=assembly.layout.size("ep"),
+        etp=assembly.layout.size("etp"),
         dispatcher=assembly.parts.dispatch.name,
         groups=getattr(groups, "count", 1),
         top_groups=getattr(groups, "keep", 1),

@@ -58,12 +58,15 @@ class Once:
     """Bytes of what software does once a step, for all its micro-batches, with each parameter.
 
     ``gradient``: of a gradient that ranks add up, in a micro-batch, too. ``weight``: of an updated weight that they
-    gather. ``quantized``: of passes over memory for each weight that products read in 8 bits or less.
+    gather. ``quantized``: of passes over memory for each weight that products read in 8 bits or less. ``updated``: of
+    the update's, and of those for the norm of gradients, beside reading and writing states. What else an update does,
+    such as rounding states, is in its kernel.
     """
 
     gradient: float = field(validator=gt(0.0))
     weight: float = field(validator=gt(0.0))
     quantized: float = field(validator=ge(0.0))
+    updated: float = field(validator=ge(0.0))
 
 
 def _sections(_: object, attribute: Attribute[Any], value: Mapping[str, tuple[str, ...]]) -> None:

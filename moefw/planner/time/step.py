@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Final
 
 from attrs import evolve, fields, frozen
 
-from moefw.planner.report import Position, Work
+from moefw.planner.report import MODEL_PHASES, Position, Work
 from moefw.planner.time.costs import OUTSIDE, Costs, Spent, total
 from moefw.planner.time.scale import Scale
 from moefw.planner.time.schedule import Key, Steady
@@ -35,6 +35,8 @@ class Passes:
     @classmethod
     def of(cls, work: Sequence[Work], costs: Costs) -> Passes:
         """Passes of a position's work."""
+        if costs.implementation.regions:
+            work = [*_in_both_passes(work)]
 
         def spent(phases: Sequence[str], *, outside: bool) -> Spent:
             return total(
@@ -55,6 +57,27 @@ class Passes:
         """Sum of a micro-batch."""
         layers = self.forward.plus(self.backward)
         return layers.plus(self.outside_forward).plus(self.outside_backward)
+
+
+def _in_both_passes(work: Sequence[Work]) -> Iterator[Work]:
+    """Yield work, with that of regions where a plan found nothing to do in one of both passes: software has kernels
+    there, such as a dispatcher's with one expert a rank.
+    """
+    yield from work
+    known = {(each.layer, each.region, each.phase): each for each in work if each.phase in MODEL_PHASES}
+    for (layer, region, phase), each in known.items():
+        other = "backward" if phase == "forward" else "forward"
+        if (layer, region, other) not in known:
+            yield Work(
+                layer=layer,
+                layers=each.layers,
+                region=region,
+                phase=other,
+                products=(),
+                transfers=(),
+                operators=0,
+                nbytes=0,
+            )
 
 
 @frozen(kw_only=True)

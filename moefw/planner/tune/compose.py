@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.core.records import Order, Stage
-from moefw.planner.report import Held, Ledger, OnHost, Peak, Position, Transfer, Work
+from moefw.planner.report import Held, Ledger, OnHost, Peak, Position, Transfer, Updated, Work
 from moefw.planner.time.costs import OUTSIDE
 from moefw.planner.time.nodes import SEND
 from moefw.planner.tune.parts import ENTER, LEAVE, SIDES, End, Excerpt, Share, Sides
@@ -198,6 +198,7 @@ class Composer:
                 transfers=transfers,
                 products=products,
                 on_host=OnHost().plus(work.on_host, now / held),
+                updated=Updated().plus(work.updated, now / held),
             )
 
     def _work_outside(self, stages: Sequence[Stage]) -> Iterator[Work]:
