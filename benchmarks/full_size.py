@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 import goal
 import record
@@ -27,10 +27,7 @@ from moefw.planner.time.scale import fitted
 from moefw.planner.time.step import told
 from published_rows import Predictor, Row, read
 from published_specs import spec_of
-from step_times import Errors, Summary, votes
-
-GOAL: Final = 0.005
-"""Share by which both may differ."""
+from step_times import PLANS_APART, Errors, Summary, votes
 
 
 def assembled(row: Row) -> Assembly:
@@ -126,15 +123,15 @@ def main() -> None:
 def _data(rows: list[Row], compared: Mapping[str, Compared], planned: Errors, closed: Errors) -> dict[str, Any]:
     """Plain data of all rows. Prints the goals."""
     goals = [
-        goal.at_most(f"{name}, {each.row['model_printed']}: plan over closed form, apart", abs(each.apart), GOAL)
+        goal.at_most(f"{name}, {each.row['model_printed']}: plan over closed form, apart", abs(each.apart), PLANS_APART)
         for name, each in compared.items()
     ]
     print(goal.table(goals))
-    errors = {name: Summary.of(votes(rows, found)) for name, found in (("planned", planned), ("closed form", closed))}
+    errors = {name: Summary.of(votes(rows, found)) for name, found in (("plans", planned), ("closed forms", closed))}
     for name, summary in errors.items():
         print(f"{name}: mean, median, 90 % within, worst, within 20 %: {summary}")
     return {
-        "errors": {name: {"mean": each.mean, "median": each.median, "p90": each.p90} for name, each in errors.items()},
+        "errors": {name: asdict(each) for name, each in errors.items()},
         "rows": {name: each.to_data() for name, each in compared.items()},
         "goals": goals,
     }

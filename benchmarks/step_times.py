@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import subprocess
 import sys
 from collections import defaultdict
@@ -21,6 +22,7 @@ from typing import Final
 
 from attrs import asdict, evolve, frozen
 
+import record
 from fitting import fit
 from moefw.core.errors import MoefwError
 from moefw.planner.time import likeness
@@ -30,6 +32,8 @@ from moefw.planner.time.scale import GLOBAL, Fitted, fitted
 from published_rows import Predictor, Row, read
 
 PUBLISHED: Final = Path(__file__).parent / "published"
+PLANS_APART: Final = 0.005
+"""Share by which plans and closed forms may differ."""
 STRUCTURE: Final = PUBLISHED / "structure.csv"
 APART: Final = 0.05
 """Rows of one model that differ by more should be in order."""
@@ -275,6 +279,7 @@ class Page:
         yield (PUBLISHED / "time_head.md").read_text(encoding="utf-8").rstrip()
         yield from self._numbers()
         yield from self._summaries()
+        yield from self._plans()
         if self.ablates:
             yield from self._ablation()
         yield from self._structure()
@@ -324,6 +329,24 @@ class Page:
         inside = sum(vote for share, vote in shares if share <= 1)
         yield f"\n{100 * inside:.0f} % of layouts lie inside their 80 % bars, made of the errors of other models' rows."
         yield f"Bars of {needed_width(shares):.2f} times their width would hold 80 %."
+
+    def _plans(self) -> Iterator[str]:
+        path = record.RESULTS / "full_size.json"
+        if not path.exists():
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        apart = {name: abs(row["apart"]) for name, row in found["rows"].items()}
+        far = [name for name in apart if apart[name] > PLANS_APART]
+        near = max(share for name, share in apart.items() if name not in far)
+        yield "\n## Plans of the same layouts\n"
+        yield "Numbers are fitted to closed forms of the work of a row. `python benchmarks/full_size.py` plans a spec of each"
+        yield f"different prediction with `--as megatron`, at full size ({len(apart)} of them, on the code of commit"
+        yield f"{found['commit'][:8]}). Plans and closed forms are at most {100 * near:.2f} % apart,"
+        yield f"but for {', '.join(f'{name} ({100 * apart[name]:.1f} %)' for name in far) or 'none'}."
+        yield "Errors, with numbers fitted to all rows:\n"
+        yield "| | mean | median | 90 % within | worst | layouts within 20 % |\n|---|---|---|---|---|---|"
+        for name, errors_of in found["errors"].items():
+            yield f"| {name} | {Summary(**errors_of)} |"
 
     def _ablation(self) -> Iterator[str]:
         yield "\n## What each input is worth\n"
