@@ -339,10 +339,10 @@ class Page:
         far = [name for name in apart if apart[name] > PLANS_APART]
         near = max(share for name, share in apart.items() if name not in far)
         yield "\n## Plans of the same layouts\n"
-        yield "Numbers are fitted to closed forms of the work of a row. `python benchmarks/full_size.py` plans a spec of each"
-        yield f"different prediction with `--as megatron`, at full size ({len(apart)} of them, on the code of commit"
-        yield f"{found['commit'][:8]}). Plans and closed forms are at most {100 * near:.2f} % apart,"
-        yield f"but for {', '.join(f'{name} ({100 * apart[name]:.1f} %)' for name in far) or 'none'}."
+        yield "Numbers are fitted to closed forms of the work of a row. `python benchmarks/full_size.py` plans them, too:"
+        yield f"the {len(apart)} different ones at full size, with `--as megatron`, on the code of commit"
+        yield f"{found['commit'][:8]}. Plans and closed forms are at most {100 * near:.2f} % apart, but for"
+        yield f"{', '.join(f'{name} ({100 * apart[name]:.1f} %)' for name in far) or 'none'}."
         yield "Errors, with numbers fitted to all rows:\n"
         yield "| | mean | median | 90 % within | worst | layouts within 20 % |\n|---|---|---|---|---|---|"
         for name, errors_of in found["errors"].items():

@@ -21,7 +21,8 @@ BLACKWELL: Final = "blackwell"
 class Generation:
     """Shares of a peak that products of a GPU's generation reach at ``board_power_w``.
 
-    ``grouped_wgrad``: gradients of grouped weights beside the other grouped products. Attention: of the peak of bf16.
+    ``grouped_wgrad``: gradients of grouped weights beside the other grouped products of their format. Attention: of the
+    peak of bf16.
     """
 
     board_power_w: Figure
@@ -31,7 +32,9 @@ class Generation:
     grouped_bf16: Figure
     grouped_fp8: Figure
     grouped_fp4: Figure
-    grouped_wgrad: Figure
+    grouped_wgrad_bf16: Figure
+    grouped_wgrad_fp8: Figure
+    grouped_wgrad_fp4: Figure
     attention_forward: Figure
     attention_backward: Figure
 

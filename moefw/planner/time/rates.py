@@ -158,7 +158,7 @@ class PublishedRates(Rates):
             summed = summed // product.groups
         if is_grouped:
             if product.during == "wgrad":
-                share *= generation.grouped_wgrad.value
+                share *= getattr(generation, f"grouped_wgrad_{kind}").value
             # A group of rows ends inside a tile: half a tile is multiplied in vain.
             of_group = summed if product.during == "wgrad" else rows / product.groups
             share *= of_group / (of_group + self.figures.tile_rows.value / 2)
