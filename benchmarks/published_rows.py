@@ -143,12 +143,12 @@ class Row:
             fused_grouped_mlp="fused grouped MLP" in known or (is_full and not says),
             fp8_attention="fp8 attention" in known or (is_full and not says and self.is_narrow),
             tensor_scales=self["precision"] == "fp8",
-            offload=tuple(module for module in self._offload if module != STATES),
+            offload=tuple(module for module in self.offload if module != STATES),
         )
         return evolve(software, **self.changes)
 
     @property
-    def _offload(self) -> Sequence[str]:
+    def offload(self) -> Sequence[str]:
         """What waits in host memory: modules of Megatron, or the optimizer's states."""
         return [*filter(None, self["offload"].split("+"))]
 
@@ -219,7 +219,7 @@ class Row:
             dtype=DTYPES[self["precision"]],
             recompute=recompute,
             dispatcher=self["dispatcher"] or "alltoall",
-            states_on_host=STATES in self._offload,
+            states_on_host=STATES in self.offload,
         )
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from closed_form import stages_of
-from published_rows import PRESETS, RECOMPUTED, Row
+from published_rows import PRESETS, RECOMPUTED, STATES, Row
 
 REGIONS: Final = {
     "full": ("attn_norm", "attention", "mlp_norm", "router", "dispatch", "experts", "shared_experts", "dense_mlp"),
@@ -70,6 +70,8 @@ def policies_of(row: Row) -> Iterator[dict[str, Any]]:
         yield {"use": "recompute", "regions": regions}
     if states := row.recipe.get("states"):
         yield {"use": f"optimizer-{states}"}
+    if STATES in row.offload:
+        yield {"use": "optimizer-offload", "update": "device"}
 
 
 def _layers(row: Row) -> dict[str, int]:

@@ -149,9 +149,9 @@ class OnHost(Sums):
 
 @frozen(kw_only=True)
 class Updated(Sums):
-    """What an update changes element by element on the GPU: so many parameters, and bytes of their states.
+    """What an update changes element by element: so many parameters, and bytes of their states.
 
-    Nothing where any states rest elsewhere, or where a rule for matrices multiplies.
+    Nothing with a rule for matrices.
     """
 
     parameters: int = 0

@@ -106,9 +106,9 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
                 host_bytes += copy_count * state.nbytes
             else:
                 device_bytes += copy_count * state.nbytes
-    if plugin.rule() is None and not host_bytes:
+    if plugin.rule() is None:
         with recorder.places.phase("optimizer"):
-            batch.operations.updates(Updated(parameters=elements, states=device_bytes))
+            batch.operations.updates(Updated(parameters=elements, states=device_bytes + host_bytes))
     return States(device=device_bytes, host=host_bytes, passing=passing)
 
 

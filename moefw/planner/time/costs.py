@@ -173,9 +173,9 @@ class Costs:
         return updates + self.rates.update(software.quantized * quantized_weights(work), 1)
 
     def _update(self, work: Work) -> float:
-        """Seconds of an update: of the software's own kernel, if it has one and the update is element by element."""
+        """Seconds of an update: of the software's own kernel, if it has one, and each element is updated on the GPU."""
         software = self.implementation.once
-        if software is None or not work.updated.parameters:
+        if software is None or not work.updated.parameters or work.on_host.nbytes:
             return self._measured(work)
         return self.rates.update(software.updated * work.updated.parameters + 2 * work.updated.states, 1)
 
