@@ -339,7 +339,7 @@ class Page:
         far = [name for name in apart if apart[name] > PLANS_APART]
         near = max(share for name, share in apart.items() if name not in far)
         yield "\n## Plans of the same layouts\n"
-        yield "Numbers are fitted to closed forms of the work of rows. `python benchmarks/full_size.py` plans rows, too:"
+        yield "Numbers are fitted to closed forms of rows' work. `python benchmarks/full_size.py` plans rows, too:"
         yield f"the {len(apart)} different ones at full size, with `--as megatron`, on the code of commit"
         yield f"{found['commit'][:8]}. Plans and closed forms are at most {100 * near:.2f} % apart, but for"
         yield f"{', '.join(f'{name} ({100 * apart[name]:.1f} %)' for name in far) or 'none'}."
