@@ -463,6 +463,16 @@ def test_megatron_sums_gradients_and_gathers_weights_in_bf16_once_a_step() -> No
     assert as_megatron.once([work]) == 0.0  # there are no weights that products read in 8 bits
 
 
+def test_ranks_that_share_an_expert_get_its_rows_each() -> None:
+    def moved(ep: int, etp: int) -> float:
+        shapes = evolve(costs_on(H100, Software()).shapes, tokens=10**6, ep=ep, etp=etp)
+        costs = evolve(costs_on(H100, Software(implementation="megatron")), shapes=shapes)
+        return costs.deduplicated()
+
+    # A row goes to both ranks of each expert, less to this rank than with four ranks in all.
+    assert moved(4, 2) == pytest.approx(moved(4, 1) * 2 * (7 / 8) / (3 / 4), rel=0.001)
+
+
 def test_the_update_of_megatron_is_one_pass_over_parameters_and_their_states() -> None:
     def update(policy: str) -> tuple[float, float]:
         memory = [{"use": policy}] if policy else []
