@@ -662,11 +662,11 @@ def test_a_share_of_products_is_without_what_its_source_lost_to_short_sums_and_s
 ) -> None:
     generation, name = figure
     peak, measured = MEASURED_PRODUCTS[figure]
-    summed_half, half_a_tile = figures().summed_half.value, figures().tile_rows.value / 2
+    begins, half_a_tile = figures().begins.value, figures().tile_rows.value / 2
     shares = []
     for tflops, summed, rows in measured:
-        of_group = 1.0 if rows is None else rows / (rows + half_a_tile)
-        shares.append(tflops / peak * (summed + summed_half) / summed / of_group)
+        of_whole_tiles = tflops if rows is None else tflops * (rows + half_a_tile) / rows
+        shares.append(of_whole_tiles * summed / (summed - begins * of_whole_tiles) / peak)
     found = getattr(figures().generations[generation], name).value
     assert found == pytest.approx(fmean(shares), abs=0.01)
 

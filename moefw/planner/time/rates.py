@@ -91,7 +91,8 @@ class PublishedRates(Rates):
         kind, peak = self._peak(product.dtype)
         if not kind:
             return product.flops / (self._bf16 * self.figures.fp32_share.value)
-        multiplied = product.flops / (peak * self._share(product, kind, is_grouped=is_grouped))
+        rate = peak * self._share(product, kind, is_grouped=is_grouped)
+        multiplied = product.flops / (rate * self._of_sums(product, rate))
         moved = product.times * _operands(product, ITEMSIZE[kind]) / self._memory(self.figures.passes.value)
         return max(multiplied, moved)
 
@@ -150,19 +151,22 @@ class PublishedRates(Rates):
         return "", 0.0
 
     def _share(self, product: Product, kind: str, *, is_grouped: bool) -> float:
-        """Share of its peak that a product reaches."""
+        """Share of its peak that a product with endless sums reaches."""
         generation = self.figures.generation(self.cluster)
         rows, _, summed = product.shape
         share: float = getattr(generation, f"{'grouped' if is_grouped else 'dense'}_{kind}").value
-        if product.during == "wgrad":
-            summed = summed // product.groups
         if is_grouped:
             if product.during == "wgrad":
                 share *= getattr(generation, f"grouped_wgrad_{kind}").value
             # A group of rows ends inside a tile: half a tile is multiplied in vain.
-            of_group = summed if product.during == "wgrad" else rows / product.groups
+            of_group = (summed if product.during == "wgrad" else rows) / product.groups
             share *= of_group / (of_group + self.figures.tile_rows.value / 2)
-        return share * summed / (summed + self.figures.summed_half.value)
+        return share
+
+    def _of_sums(self, product: Product, rate: float) -> float:
+        """Share of its rate with endless sums that a product reaches: each tile takes a while to begin and to end."""
+        summed = product.shape[2] / (product.groups if product.during == "wgrad" else 1)
+        return summed / (summed + self.figures.begins.value * rate / TERA)
 
 
 def _over_host_link(cluster: Cluster, nbytes: float, copies: float) -> float:
