@@ -27,7 +27,7 @@ from moefw.core.site import Machine
 from moefw.planner import Ledger, cluster, ledger
 from moefw.planner.cluster import Cluster, HostLink, Links
 from moefw.planner.data_files import Figure
-from moefw.planner.report import Position, Transfer, Work
+from moefw.planner.report import Position, Product, Transfer, Work
 from moefw.planner.time import likeness, software
 from moefw.planner.time.costs import EXPERT_REGIONS, Costs, Shapes, distinct, places_of_token, quantized_weights
 from moefw.planner.time.figures import figures
@@ -669,6 +669,16 @@ def test_a_share_of_products_is_without_what_its_source_lost_to_short_sums_and_s
         shares.append(of_whole_tiles * summed / (summed - begins * of_whole_tiles) / peak)
     found = getattr(figures().generations[generation], name).value
     assert found == pytest.approx(fmean(shares), abs=0.01)
+
+
+def test_short_sums_cost_a_faster_format_more_of_its_rate() -> None:
+    def share(dtype: str) -> float:
+        """Rate of a short sum beside that of a long one."""
+        short, long = (Product("mm", dtype, (8192, 8192, summed), 1, "fprop") for summed in (1024, 16384))
+        rates = costs_on(H100, Software()).rates
+        return rates.product(long, is_grouped=False) / rates.product(short, is_grouped=False) / 16
+
+    assert share("float8_e4m3fn") < share("bfloat16") < 1
 
 
 def test_a_node_of_a_cluster_is_a_power_of_two() -> None:
