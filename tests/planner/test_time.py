@@ -245,7 +245,7 @@ OFFLOADS = Software(implementation="megatron", graphs="none", ep_overlap=False, 
 PLANTED = {
     "a peak": (
         evolve(H100, gpu=evolve(GPU, peak_tflops=evolve(GPU.peak_tflops, fp8=halved(GPU.peak_tflops.fp8)))),  # type: ignore[arg-type]
-        {"experts": 2.0},
+        {"experts": 1.93},  # tiles begin and end in the time that they took
     ),
     "the link between nodes": (
         evolve(
