@@ -111,7 +111,7 @@ class Gpu:
 
     ``memory_gib``: what a process can allocate, and the driver holds. ``memory_tb_per_s``: read and written by a copy.
     ``board_power_w``: None on a CPU. ``threads``: those of a rank on a CPU, which has no host beside it; None: it is a
-    GPU. ``products``, ``wgrads``, ``attention`` and ``passes`` are known where they were measured.
+    GPU. ``products``, ``dgrads``, ``wgrads``, ``attention`` and ``passes`` are known where they were measured.
     """
 
     names: tuple[str, ...] = field(validator=min_len(1))
@@ -121,6 +121,8 @@ class Gpu:
     board_power_w: Figure | None = None
     threads: Figure | None = None
     products: tuple[Product, ...] = ()
+    dgrads: tuple[Product, ...] = ()
+    """Gradients of inputs: of products where they were not measured."""
     wgrads: tuple[Product, ...] = ()
     """Gradients of weights, added to sums in fp32: of products where they were not measured."""
     attention: tuple[Attention, ...] = ()

@@ -49,7 +49,9 @@ CPU = torch.device("cpu")
 EVENT = torch.cuda.Event
 SHAPES = (Shape(rows=8, columns=4, depth=16), Shape(rows=2, columns=3, depth=5))
 HEADS = Heads(sequences=2, heads=3, keys=5, width=8)
-SIZES = Sizes(shapes=SHAPES, heads=(HEADS,), spread=0, copied=4096, operands=(4096,), operators=10)
+SIZES = Sizes(
+    shapes=SHAPES, shapes_of_dgrads=SHAPES, heads=(HEADS,), spread=0, copied=4096, operands=(4096,), operators=10
+)
 ATTENTION = "2 x 3 heads of 8, 5 tokens"
 
 
@@ -143,12 +145,13 @@ def test_figures_are_what_was_computed_over_the_time_that_it_took() -> None:
         for phase, products in (("forward", 2), ("backward", 5)):
             flops = products * 2 * 8 * scores
             assert value[f"attention of {format}, {phase}, {ATTENTION}"] == pytest.approx(flops / 1e12)
+        assert value[f"gradients of inputs, products of {format}, 8 x 16 x 4"] == pytest.approx(2 * 8 * 4 * 16 / 1e12)
         assert value[f"gradients of weights, products of {format}, 4 x 16 x 8"] == pytest.approx(2 * 8 * 4 * 16 / 1e12)
     assert value["passes over 4 KiB"] == pytest.approx(9.5 * 4096 / 1e12)
     assert value[COPY] == pytest.approx(2 * 4096 / 1e12)
     assert value[LAUNCH] == value[FORWARD] == pytest.approx(1e6)
     assert value[BACKWARD] == pytest.approx(1e6 / 10)  # all ten in one call
-    assert len(value) == 17
+    assert len(value) == 21
 
 
 # Each measurement calls twice for the number of calls, and then five times as many.
@@ -180,6 +183,7 @@ def test_what_is_computed_is_what_the_name_says() -> None:
     of = {name: seen for name, (_, seen) in read_on_a_cpu().items()}
     for format, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         assert of[f"products of {format}, 8 x 4 x 16"]["mm", (8, 16), (16, 4), dtype] == CALLS
+        assert of[f"gradients of inputs, products of {format}, 8 x 16 x 4"]["mm", (8, 4), (4, 16), dtype] == CALLS
         gradients = of[f"gradients of weights, products of {format}, 4 x 16 x 8"]
         # Sums stay fp32. Dtypes are a set, whose order is that of hashes.
         added = [key for key in gradients if key[:4] == ("add_wgrad", (4, 16), (8, 4), (8, 16))]
@@ -461,6 +465,7 @@ def values(*, failed: Sequence[str] = ()) -> Readings:
         for phase in ("forward", "backward")
     ]
     names += [FROM_HOST, TO_HOST, SMALL_TO_HOST, HOST_COPY]
+    names += ["gradients of inputs, products of bf16, 8 x 16 x 4"]
     return Readings(
         of={
             name: Reading(value=float(n), spread=0.0123, repeats=n)
@@ -493,6 +498,7 @@ def test_readings_become_figures_that_say_how_they_were_measured() -> None:
     assert [figure and figure.value for figure in (*alone, *together)] == [7.0, 27.0, 25.0, 26.0]
     attention = [(each.format, each.forward_tflops.value, each.backward_tflops.value) for each in gpu.attention]
     assert attention == [("fp32", 29.0, 30.0), ("bf16", 31.0, 32.0)]
+    assert [(each.format, each.rows, each.columns, each.depth) for each in gpu.dgrads] == [("bf16", 8, 16, 4)]
     assert [(each.format, each.rows, each.columns, each.depth) for each in gpu.wgrads] == [("bf16", 4, 16, 8)]
     assert gpu.attention[0].scores == 2 * 3 * 5 * 6 // 2
     assert gpu.threads is None

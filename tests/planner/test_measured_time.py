@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -287,14 +288,17 @@ def test_a_product_of_another_shape_takes_what_its_call_its_operations_and_its_v
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_gradients_of_weights_cost_what_was_measured_of_them_in_their_format() -> None:
-    slow = with_gpu(wgrads=tuple(evolve(each, tflops=halved(each.tflops)) for each in LAPTOP.gpu.products[:4]))
+@pytest.mark.parametrize(("slower", "others"), [("dgrad", ("fprop", "wgrad")), ("wgrad", ("fprop", "dgrad"))])
+def test_gradients_cost_what_was_measured_of_them_in_their_format(slower: str, others: Sequence[str]) -> None:
+    halves = tuple(evolve(each, tflops=halved(each.tflops)) for each in LAPTOP.gpu.products[:4])
+    slow = with_gpu(**{f"{slower}s": halves})
     for dtype, ratio in (("float32", 2.0), ("bfloat16", 1.0)):
-        wgrad = multiplied(256, 256, 512, during="wgrad", dtype=dtype)
-        expected = ratio * rates().product(wgrad, is_grouped=False)
-        assert rates(slow).product(wgrad, is_grouped=False) == pytest.approx(expected)
-    dgrad = multiplied(256, 256, 512, during="dgrad")
-    assert rates(slow).product(dgrad, is_grouped=False) == rates().product(dgrad, is_grouped=False)
+        gradient = multiplied(256, 256, 512, during=slower, dtype=dtype)
+        expected = ratio * rates().product(gradient, is_grouped=False)
+        assert rates(slow).product(gradient, is_grouped=False) == pytest.approx(expected)
+    for during in others:
+        product = multiplied(256, 256, 512, during=during)
+        assert rates(slow).product(product, is_grouped=False) == rates().product(product, is_grouped=False)
 
 
 def test_groups_of_few_rows_reach_less() -> None:

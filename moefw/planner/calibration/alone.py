@@ -49,6 +49,10 @@ class Shape:
         """Bytes of the operands in fp32."""
         return 4 * self.depth * (self.rows + self.columns)
 
+    def of_input_gradient(self) -> Shape:
+        """Shape of the gradient of the input of this product: it sums over the columns."""
+        return Shape(rows=self.rows, columns=self.depth, depth=self.columns)
+
     def of_gradient(self) -> Shape:
         """Shape of the gradient of the weight of this product: it sums over the rows."""
         return Shape(rows=self.columns, columns=self.depth, depth=self.rows)
@@ -68,12 +72,14 @@ class Heads:
 class Sizes:
     """What is measured. ``shapes``: of products; ``heads``: of attention. A copy has ``copied`` bytes.
 
+    ``shapes_of_dgrads``: of products whose gradients of inputs are timed.
     ``spread``: bytes of the operands that calls of a product take in turn: other work of a layer lies between two uses.
     ``operands``: bytes of the tensors of passes. ``operators``: those that the host is timed for at once; on a GPU
     fewer than a stream queues before the host waits.
     """
 
     shapes: Sequence[Shape]
+    shapes_of_dgrads: Sequence[Shape]
     heads: Sequence[Heads]
     spread: int
     copied: int
@@ -85,14 +91,16 @@ def _cube(size: int) -> Shape:
     return Shape(rows=size, columns=size, depth=size)
 
 
+SMALL_SHAPES: Final = (
+    _cube(256),
+    _cube(32),
+    Shape(rows=64, columns=512, depth=256),
+    Shape(rows=8, columns=512, depth=512),
+)
 ON_A_CPU: Final = Sizes(
-    shapes=(
-        _cube(2048),
-        _cube(256),
-        _cube(32),
-        Shape(rows=64, columns=512, depth=256),
-        Shape(rows=8, columns=512, depth=512),
-    ),
+    shapes=(_cube(2048), *SMALL_SHAPES),
+    # In bf16 they take ten times as long as forward on a processor that does not multiply bf16: a large one, minutes.
+    shapes_of_dgrads=SMALL_SHAPES,
     heads=(Heads(sequences=4, heads=4, keys=256, width=16), Heads(sequences=4, heads=4, keys=256, width=64)),
     spread=APART,
     copied=256 << 20,
@@ -101,6 +109,7 @@ ON_A_CPU: Final = Sizes(
 )
 ON_A_GPU: Final = Sizes(
     shapes=(_cube(8192), _cube(2048), Shape(rows=256, columns=4096, depth=2048)),
+    shapes_of_dgrads=(_cube(8192), _cube(2048), Shape(rows=256, columns=4096, depth=2048)),
     heads=(Heads(sequences=2, heads=16, keys=4096, width=64), Heads(sequences=2, heads=16, keys=4096, width=128)),
     spread=0,
     copied=1 << 30,
@@ -125,6 +134,11 @@ class Measurement:
 def product_name(format: str, shape: Shape) -> str:
     """Name of the measurement of a product."""
     return f"products of {format}, {shape.rows} x {shape.columns} x {shape.depth}"
+
+
+def dgrad_name(format: str, shape: Shape) -> str:
+    """Name of the measurement of a gradient of inputs."""
+    return f"gradients of inputs, {product_name(format, shape)}"
 
 
 def wgrad_name(format: str, shape: Shape) -> str:
@@ -183,6 +197,10 @@ def measurements(device: torch.device, sizes: Sizes, repeats: int) -> Iterator[M
             read = partial(_product, clock, device, format, shape, sizes.spread, repeats)
             yield Measurement(name=product_name(format, shape), unit="TFLOPS", read=read)
     for format, dtype in DTYPES.items():
+        for shape in map(Shape.of_input_gradient, sizes.shapes_of_dgrads):
+            read = partial(_dgrad, clock, device, dtype, shape, sizes.spread, repeats)
+            yield Measurement(name=dgrad_name(format, shape), unit="TFLOPS", read=read)
+    for format, dtype in DTYPES.items():
         for shape in map(Shape.of_gradient, sizes.shapes):
             read = partial(_wgrad, clock, device, dtype, shape, sizes.spread, repeats)
             yield Measurement(name=wgrad_name(format, shape), unit="TFLOPS", read=read)
@@ -222,6 +240,18 @@ def _call(device: torch.device, format: str, shape: Shape) -> Call:
         return _fp8_product(x_RD, w_CD)
     dtype = DTYPES[format]
     return partial(F.linear, x_RD.to(dtype), w_CD.to(dtype))
+
+
+def _dgrad(clock: Clock, device: torch.device, dtype: torch.dtype, shape: Shape, spread: int, repeats: int) -> Reading:
+    """Reading of a product with a weight as it lies in memory. Forward's is with its transpose."""
+
+    def call() -> Call:
+        grad_RO = torch.randn(shape.rows, shape.depth, device=device).to(dtype)
+        w_OI = torch.randn(shape.depth, shape.columns, device=device).to(dtype)
+        return partial(torch.matmul, grad_RO, w_OI)
+
+    calls = cycle([call() for _ in range(max(1, spread // shape.nbytes))])
+    return _timed(clock, lambda: next(calls)(), shape.flops / TERA, repeats)
 
 
 def _wgrad(clock: Clock, device: torch.device, dtype: torch.dtype, shape: Shape, spread: int, repeats: int) -> Reading:

@@ -29,6 +29,7 @@ from moefw.planner.calibration.alone import (
     Sizes,
     attention_name,
     bytes_of_passes,
+    dgrad_name,
     pass_name,
     product_name,
     wgrad_name,
@@ -100,6 +101,7 @@ def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, by: st
         board_power_w=None if around.board_power_w is None else figures.read(around.board_power_w),
         threads=None if around.threads is None else figures.read(around.threads),
         products=products,
+        dgrads=figures.dgrads(sizes.shapes_of_dgrads),
         wgrads=figures.wgrads(sizes.shapes),
         attention=figures.attention(sizes.heads),
         passes=figures.passes(sizes.operands),
@@ -145,6 +147,10 @@ class _Figures:
     def products(self, shapes: Sequence[Shape]) -> tuple[Product, ...]:
         """Every product that was measured."""
         return self._products(product_name, shapes)
+
+    def dgrads(self, shapes: Sequence[Shape]) -> tuple[Product, ...]:
+        """Every gradient of inputs that was measured. ``shapes``: of the products with these inputs."""
+        return self._products(dgrad_name, [shape.of_input_gradient() for shape in shapes])
 
     def wgrads(self, shapes: Sequence[Shape]) -> tuple[Product, ...]:
         """Every gradient of weights that was measured. ``shapes``: of the products with these weights."""

@@ -220,8 +220,8 @@ class MeasuredRates(Rates):
         """See :class:`Rates`. The call of a product costs a time, and so do its operations and its values."""
         format = _format(product.dtype, self._products)
         costs = self._products[format]
-        if product.during == "wgrad":
-            costs = self._wgrads.get(format, costs)
+        if product.during in self._gradients:
+            costs = self._gradients[product.during].get(format, costs)
         call_s, flop_s, value_s = costs
         rows, columns, summed = product.shape
         groups = product.groups
@@ -264,8 +264,10 @@ class MeasuredRates(Rates):
         return _costs_of_products(self.cluster.gpu.products)
 
     @cached_property
-    def _wgrads(self) -> Mapping[str, tuple[float, ...]]:
-        return _costs_of_products(self.cluster.gpu.wgrads)
+    def _gradients(self) -> Mapping[str, Mapping[str, tuple[float, ...]]]:
+        """Costs of gradients, by what they are for and by format."""
+        gpu = self.cluster.gpu
+        return {"dgrad": _costs_of_products(gpu.dgrads), "wgrad": _costs_of_products(gpu.wgrads)}
 
     @cached_property
     def _attention(self) -> Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]:
