@@ -99,7 +99,7 @@ SMALL_SHAPES: Final = (
 )
 ON_A_CPU: Final = Sizes(
     shapes=(_cube(2048), *SMALL_SHAPES),
-    # In bf16 they take ten times as long as forward on a processor that does not multiply bf16: a large one, minutes.
+    # In bf16 they take six times as long as forward on a processor that does not multiply bf16: a large one, minutes.
     shapes_of_dgrads=SMALL_SHAPES,
     heads=(Heads(sequences=4, heads=4, keys=256, width=16), Heads(sequences=4, heads=4, keys=256, width=64)),
     spread=APART,
