@@ -662,11 +662,11 @@ def test_a_share_of_products_is_without_what_its_source_lost_to_short_sums_and_s
 ) -> None:
     generation, name = figure
     peak, measured = MEASURED_PRODUCTS[figure]
-    begins, half_a_tile = figures().begins.value, figures().tile_rows.value / 2
+    overhead, half_a_tile = figures().tile_overhead.value, figures().tile_rows.value / 2
     shares = []
     for tflops, summed, rows in measured:
         of_whole_tiles = tflops if rows is None else tflops * (rows + half_a_tile) / rows
-        shares.append(of_whole_tiles * summed / (summed - begins * of_whole_tiles) / peak)
+        shares.append(of_whole_tiles * summed / (summed - overhead * of_whole_tiles) / peak)
     found = getattr(figures().generations[generation], name).value
     assert found == pytest.approx(fmean(shares), abs=0.01)
 

@@ -52,7 +52,7 @@ class Transfers:
 class Figures:
     """All figures. ``passes`` and ``optimizer_pass``: shares of the rate of memory, the last of the host's, too.
 
-    ``begins``: the width over which a product sums while a tile begins and ends, for each TFLOPS of endless sums: that
+    ``tile_overhead``: the width over which a product sums while a tile begins and ends, for each TFLOPS of endless sums: that
     takes the same time in every format, in which a faster one sums over more.
 
     ``gap_us``: between two kernels. ``graph_regions``: those that a graph of a scope holds.
@@ -65,7 +65,7 @@ class Figures:
     attention_fp8_times: Figure
     fp32_share: Figure
     tile_rows: Figure
-    begins: Figure
+    tile_overhead: Figure
     passes: Figure
     optimizer_pass: Figure
     gap_us: Figure

@@ -166,7 +166,7 @@ class PublishedRates(Rates):
     def _of_sums(self, product: Product, rate: float) -> float:
         """Share of its rate with endless sums that a product reaches: each tile takes a while to begin and to end."""
         summed = product.shape[2] / (product.groups if product.during == "wgrad" else 1)
-        return summed / (summed + self.figures.begins.value * rate / TERA)
+        return summed / (summed + self.figures.tile_overhead.value * rate / TERA)
 
 
 def _over_host_link(cluster: Cluster, nbytes: float, copies: float) -> float:
