@@ -52,8 +52,8 @@ class Transfers:
 class Figures:
     """All figures. ``passes`` and ``optimizer_pass``: shares of the rate of memory, the last of the host's, too.
 
-    ``tile_overhead``: the width over which a product sums while a tile begins and ends, for each TFLOPS of endless sums: that
-    takes the same time in every format, in which a faster one sums over more.
+    ``tile_overhead``: the width over which a product sums while a tile begins and ends, for each TFLOPS of endless
+    sums: that takes the same time in every format, and a faster one sums over more in it.
 
     ``gap_us``: between two kernels. ``graph_regions``: those that a graph of a scope holds.
     ``tensor_parallel_exposed``, ``sums_exposed``: shares of the time of transfers inside of layers, and of sums of
