@@ -107,9 +107,10 @@ ON_A_CPU: Final = Sizes(
     operands=(64 << 10, 1 << 20, 8 << 20, 64 << 20),
     operators=1000,
 )
+SHAPES_OF_A_GPU: Final = (_cube(8192), _cube(2048), Shape(rows=256, columns=4096, depth=2048))
 ON_A_GPU: Final = Sizes(
-    shapes=(_cube(8192), _cube(2048), Shape(rows=256, columns=4096, depth=2048)),
-    shapes_of_dgrads=(_cube(8192), _cube(2048), Shape(rows=256, columns=4096, depth=2048)),
+    shapes=SHAPES_OF_A_GPU,
+    shapes_of_dgrads=SHAPES_OF_A_GPU,
     heads=(Heads(sequences=2, heads=16, keys=4096, width=64), Heads(sequences=2, heads=16, keys=4096, width=128)),
     spread=0,
     copied=1 << 30,

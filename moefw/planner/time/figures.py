@@ -21,8 +21,8 @@ BLACKWELL: Final = "blackwell"
 class Generation:
     """Shares of a peak that products of a GPU's generation reach at ``board_power_w``.
 
-    ``grouped_wgrad``: gradients of grouped weights beside the other grouped products of their format. Attention: of the
-    peak of bf16.
+    ``grouped_wgrad_bf16`` and its like: gradients of grouped weights beside the other grouped products of their format.
+    Attention: of the peak of bf16.
     """
 
     board_power_w: Figure

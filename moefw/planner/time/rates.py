@@ -92,7 +92,7 @@ class PublishedRates(Rates):
         if not kind:
             return product.flops / (self._bf16 * self.figures.fp32_share.value)
         rate = peak * self._share(product, kind, is_grouped=is_grouped)
-        multiplied = product.flops / (rate * self._of_sums(product, rate))
+        multiplied = product.flops / (rate * self._tile_efficiency(product, rate))
         moved = product.times * _operands(product, ITEMSIZE[kind]) / self._memory(self.figures.passes.value)
         return max(multiplied, moved)
 
@@ -163,7 +163,7 @@ class PublishedRates(Rates):
             share *= of_group / (of_group + self.figures.tile_rows.value / 2)
         return share
 
-    def _of_sums(self, product: Product, rate: float) -> float:
+    def _tile_efficiency(self, product: Product, rate: float) -> float:
         """Share of its rate with endless sums that a product reaches: each tile takes a while to begin and to end."""
         summed = product.shape[2] / (product.groups if product.during == "wgrad" else 1)
         return summed / (summed + self.figures.tile_overhead.value * rate / TERA)
