@@ -8,7 +8,7 @@ need no transfers here: :mod:`moefw.planner.time.costs` has their volumes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from moefw.models.huggingface.families import sections_of
 from moefw.models.presets import preset_sections
 from moefw.planner.cluster import Cluster
 from moefw.planner.report import AGAIN, OnHost, Position, Product, Transfer, Updated, Work, model_flops
-from moefw.planner.time.nodes import Nodes
+from moefw.planner.time.nodes import ALL_GATHER, REDUCE_SCATTER, Nodes
 
 BF16: Final = 2
 FP32: Final = 4
@@ -28,11 +28,16 @@ MOMENTS_BYTES: Final = 2 * FP32
 """Bytes of the moments of a parameter."""
 STATES_BYTES: Final = FP32 + MOMENTS_BYTES
 """Bytes of the states of a parameter that wait on a host: of its master, too."""
+SHARDED_WEIGHTS: Final = 3
+"""The stage of ZeRO that shards weights."""
 
 
 @frozen(kw_only=True)
 class Layout:
-    """Layout of a row. ``expert_tp``: ranks that share an expert."""
+    """Layout of a row. ``expert_tp``: ranks that share an expert.
+
+    ``zero``: 1, or 3 where weights are sharded, too, and gathered in each micro-batch.
+    """
 
     gpus: int
     tp: int = 1
@@ -41,12 +46,18 @@ class Layout:
     chunks: int = 1
     ep: int = 1
     expert_tp: int = 1
+    zero: int = 1
     node_gpus: int = 8
 
     @property
     def dp(self) -> int:
         """Copies of a pipeline."""
         return self.gpus // (self.tp * self.pp * self.cp)
+
+    @property
+    def dense_dp(self) -> int:
+        """Copies of weights outside of experts."""
+        return self.dp * self.cp
 
     @property
     def expert_dp(self) -> int:
@@ -183,6 +194,10 @@ class Rows:
             if region in self.recompute:
                 again = tuple(each for each in products if each.during == "fprop")
                 yield _work(number, count, region, "recompute", again, ())
+        if self.layout.zero == SHARDED_WEIGHTS:
+            yield from self._shards(number, count, "attention", self._summed(self._plain(is_dense=is_dense)))
+            if not is_dense:
+                yield from self._shards(number, count, "experts", self._summed_of_experts(1))
 
     def _regions(
         self, number: int, *, is_dense: bool, is_mtp: bool
@@ -281,14 +296,16 @@ class Rows:
         weights = self.stream * self.sizes.top_k * FP32
         return *(moved * 2), Transfer("all-to-all", "ep", ep, weights, 0)
 
-    def outside(self, *, has_head: bool) -> Iterator[Work]:
-        """Yield the work outside of layers: what goes to other stages, and the head.
+    def outside(self, held: Collection[str]) -> Iterator[Work]:
+        """Yield the work outside of layers of a position: what goes to other stages, and the head, if it is held.
 
         The head computes the loss of the main model and of each mtp layer.
         """
-        products = [*self._head()] if has_head else []
+        products = [*self._head()] if "head" in held else []
         yield _work(None, 1, "outside", "forward", products[:1], self._send())
         yield _work(None, 1, "outside", "backward", products[1:], self._send())
+        if self.layout.zero == SHARDED_WEIGHTS:
+            yield from self._shards(None, 1, "outside", self._summed(self._ends(held)))
 
     def _head(self) -> Iterator[Product]:
         sizes = self.sizes
@@ -317,8 +334,8 @@ class Rows:
             yield from self.layer(sizes.dense_layers, moe - mtp, is_dense=False)
         if mtp:
             yield from self.layer(sizes.layers, mtp, is_dense=False, is_mtp=True)
-        yield from self.outside(has_head="head" in held)
-        yield from self._ends(dense, moe, ends=("head" in held) + ("embedding" in held))
+        yield from self.outside(held)
+        yield from self._step(dense, moe, self._ends(held))
 
     def _send(self) -> tuple[Transfer, ...]:
         """What a position sends in a pass, of all its stages."""
@@ -338,27 +355,54 @@ class Rows:
         )
         return (send,) * layout.chunks
 
-    def _ends(self, dense: int, moe: int, *, ends: int) -> Iterator[Work]:
-        """Yield the sums of gradients, the gathers of weights and the update of a step."""
+    def _plain(self, *, is_dense: bool) -> int:
+        """Weights of a layer outside of experts."""
         sizes = self.sizes
+        mlp = 3 * sizes.dense_dim if is_dense else 3 * sizes.shared_dim + sizes.experts
+        return sizes.attention_weights + sizes.dim * mlp
+
+    def _ends(self, held: Collection[str]) -> int:
+        """Weights of the embedding and of the head, of those that are held."""
+        return (("head" in held) + ("embedding" in held)) * self.sizes.vocab * self.sizes.dim
+
+    def _step(self, dense: int, moe: int, ends: int) -> Iterator[Work]:
+        """Yield the update of a step and, where weights are not sharded, its sums of gradients and gathers of weights.
+
+        Those are of so many dense layers, MoE layers and weights of the ends.
+        """
         layout = self.layout
-        plain = (dense + moe) * sizes.attention_weights
-        plain += dense * 3 * sizes.dim * sizes.dense_dim + moe * sizes.dim * (3 * sizes.shared_dim + sizes.experts)
-        plain = (plain + ends * sizes.vocab * sizes.dim) // layout.tp
-        experts = moe * 3 * sizes.dim * sizes.expert_dim * sizes.experts // (layout.ep * layout.expert_tp)
-        dense_ranks = layout.dp * layout.cp
-        sums = (
-            *self._sum(plain, dense_ranks, layout.tp),
-            *self._sum(experts, layout.expert_dp, layout.ep * layout.expert_tp),
-        )
-        yield _work(None, 1, "outside", "gradients", (), sums)
-        updated = plain / dense_ranks + experts / layout.expert_dp
+        plain = dense * self._plain(is_dense=True) + moe * self._plain(is_dense=False) + ends
+        if layout.zero != SHARDED_WEIGHTS:
+            sums = (*self._summed(plain), *self._summed_of_experts(moe))
+            yield _work(None, 1, "outside", "gradients", (), sums)
+        updated = plain / layout.tp / layout.dense_dp + moe * self._experts / layout.expert_dp
         states = round(STATES_BYTES * updated) if self.states_on_host else 0
         yield evolve(
             _work(None, 1, "outside", "optimizer", (), ()),
             on_host=OnHost(out=states, back=states),
             updated=Updated(parameters=round(updated), states=round(MOMENTS_BYTES * updated)),
         )
+
+    @property
+    def _experts(self) -> int:
+        """Weights of the experts of a rank in a layer."""
+        sizes = self.sizes
+        return 3 * sizes.dim * sizes.expert_dim * sizes.experts // (self.layout.ep * self.layout.expert_tp)
+
+    def _summed(self, plain: int) -> Sequence[Transfer]:
+        """Transfers of weights outside of experts, so many of all ranks of tp."""
+        return [*self._sum(plain // self.layout.tp, self.layout.dense_dp, self.layout.tp)]
+
+    def _summed_of_experts(self, layers: int) -> Sequence[Transfer]:
+        """Transfers of the experts of so many layers."""
+        stride = self.layout.ep * self.layout.expert_tp
+        return [*self._sum(layers * self._experts, self.layout.expert_dp, stride)]
+
+    def _shards(self, number: int | None, count: int, region: str, transfers: Sequence[Transfer]) -> Iterator[Work]:
+        """Yield what a micro-batch does with sharded weights: it gathers them in both passes, and sums gradients."""
+        gathers = [each for each in transfers if each.kind == ALL_GATHER]
+        yield _work(number, count, region, "forward", (), gathers)
+        yield _work(number, count, region, "backward", (), transfers)
 
     def _sum(self, elements: int, ranks: int, stride: int) -> Iterator[Transfer]:
         """Yield a sum of gradients in fp32, whose parts stay on ranks, and a gather of the updated weights in bf16.
@@ -369,7 +413,7 @@ class Rows:
             return
         inside = max(1, min(ranks, self.layout.node_gpus // stride))
         span = stride * (ranks - 1)
-        for kind, itemsize in (("reduce-scatter", FP32), ("all-gather", BF16)):
+        for kind, itemsize in ((REDUCE_SCATTER, FP32), (ALL_GATHER, BF16)):
             to_each = elements * itemsize // ranks
             yield Transfer(kind, "dp", ranks, to_each * (inside - 1), to_each * (ranks - inside), span=span)
 

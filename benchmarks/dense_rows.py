@@ -49,7 +49,8 @@ Rows are taken as those of MoE models are:
 - embedding and head count as a layer each when layers are split into stages, although 80 layers divide evenly over 20
   stages;
 - transfers of tensor parallelism are exposed, although these recipes overlap them with products;
-- FSDP gathers nothing in a micro-batch, and what is recomputed or offloaded in some layers costs nothing;
+- FSDP gathers weights and sums gradients in each micro-batch, beside what it computes, and what is recomputed or
+  offloaded in some layers costs nothing;
 - a row has CUDA graphs if its recipe names an implementation and a scope of them;
 - software of 2025 has the factor that was fitted to other rows of 2025."""
 

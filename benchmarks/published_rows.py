@@ -10,7 +10,7 @@ from typing import Final
 
 from attrs import evolve, frozen
 
-from closed_form import Layout, Rows, Sizes, node_of
+from closed_form import SHARDED_WEIGHTS, Layout, Rows, Sizes, node_of
 from moefw.core.records import Order
 from moefw.planner import cluster as clusters
 from moefw.planner.cluster import Cluster
@@ -46,6 +46,8 @@ DTYPES: Final[Mapping[str, str]] = {
 }
 WITHOUT_MTP: Final = ("automodel", "simumax")
 """Stacks whose figures of DeepSeek-V3 are of a model that predicts one token."""
+WITHOUT_FSDP: Final = ("", "no", "0", "false")
+GATHERED_FOR_A_STEP: Final = "automodel"
 STACKS_OF_2025: Final = ("mcore25", "nemo25", "folding")
 ONE_LAYER_A_CHUNK: Final = "folding"
 """Rows whose chunks are not printed. The paper's schedule is Megatron's interleaved one."""
@@ -172,8 +174,14 @@ class Row:
             chunks=chunks,
             ep=self.number("ep"),
             expert_tp=self.number("etp"),
+            zero=SHARDED_WEIGHTS if self.shards_weights else 1,
             node_gpus=node_of(self.cluster),
         )
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights are gathered in each micro-batch. AutoModel's recipes keep them gathered for a step."""
+        return self["fsdp"] not in WITHOUT_FSDP and self["stack"] != GATHERED_FOR_A_STEP
 
     @property
     def tokens(self) -> int:

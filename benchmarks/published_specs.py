@@ -33,7 +33,7 @@ LETTERS: Final = {"embedding": "E", "dense": "t", "moe": "t", "mtp": "m", "head"
 def spec_of(row: Row) -> dict[str, Any]:
     """Spec of a row's layout."""
     layout = row.layout
-    sharded = {"shard": "all", "zero": 1}
+    sharded = {"shard": "all", "zero": layout.zero}
     merged = bool(row.software.ep_overlap)
     pipeline: dict[str, Any] = {"use": "1f1b"}
     if layout.pp > 1 and layout.chunks > 1:

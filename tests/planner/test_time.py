@@ -138,6 +138,34 @@ def test_rows_of_experts_in_closed_form_are_those_that_the_planner_measures(layo
 
 
 @pytest.mark.parametrize(
+    ("region", "phase", "kind"),
+    [
+        ("attention", "forward", "all-gather"),
+        ("experts", "forward", "all-gather"),
+        ("attention", "backward", "reduce-scatter"),
+        ("experts", "backward", "reduce-scatter"),
+    ],
+)
+def test_sharded_weights_in_closed_form_travel_as_the_planner_measures(region: str, phase: str, kind: str) -> None:
+    sides = {"dense": {"shard": "all", "zero": 3}, "experts": {"ep": 2, "shard": "all", "zero": 3}}
+    measured = planned("qwen3-30b-a3b-tiny", 4, parallel={**sides, "ranks_per_node": 2})
+    layout = Layout(gpus=4, ep=2, zero=3, node_gpus=2)
+    rows = Rows(sizes=Sizes.of("qwen3-30b-a3b-tiny"), layout=layout, sequences=2, length=64, dtype="bfloat16")
+
+    def sent(work: Sequence[Work], link: str) -> int:
+        here = [each for each in work if (each.region, each.phase) == (region, phase)]
+        moved = [(each.layers, moved) for each in here for moved in each.transfers if moved.kind == kind]
+        return sum(layers * each.times * getattr(each, link) for layers, each in moved)
+
+    for link in ("node", "network"):
+        # Plans gather routers, 4 % of a layer's weights outside of experts, with the norms, outside of layers.
+        planned_bytes = sent(measured.positions[0].work, link)
+        assert sent(rows.positions()[0].work, link) == pytest.approx(planned_bytes, rel=0.05), link
+    in_backward = [each for each in rows.positions()[0].work if (each.region, each.phase) == (region, "backward")]
+    assert {moved.kind for each in in_backward for moved in each.transfers} == {"all-gather", "reduce-scatter"}
+
+
+@pytest.mark.parametrize(
     ("ranks", "chunks", "micro_batches", "merged"), [(4, 1, 12, False), (4, 2, 16, False), (2, 4, 8, True)]
 )
 def test_a_schedule_as_a_graph_ends_when_its_timeline_does(
