@@ -70,6 +70,7 @@ class Row:
     name: str
     flops: float
     predicted_s: float
+    predicted_cpu_s: float
     seconds: Mapping[str, float]
     predicted_peak: int
     measured: Measured
@@ -82,8 +83,8 @@ class Row:
 
     @property
     def cpu_error(self) -> float:
-        """The same beside what a rank had of a processor, which other work on the machine hardly changes."""
-        return self.predicted_s / self.measured.cpu_s - 1
+        """Of what a rank had of a processor in a step, which other work on the machine hardly changes."""
+        return self.predicted_cpu_s / self.measured.cpu_s - 1
 
     @property
     def peak_error(self) -> float:
@@ -96,6 +97,7 @@ class Row:
             "spec": self.name,
             "flops": self.flops,
             "predicted_s": self.predicted_s,
+            "predicted_cpu_s_per_rank": self.predicted_cpu_s,
             "predicted_seconds": dict(self.seconds),
             "wall_s": self.measured.wall_s,
             "cpu_s_per_rank": self.measured.cpu_s,
@@ -176,10 +178,12 @@ def row(name: str, tree: Mapping[str, Any], cluster: Cluster, folder: Path) -> R
     predicted = forecast(assembly, plan, cluster, "this-machine", Software())
     assert plan.flops_per_token is not None
     assert plan.peak_bytes is not None
+    assert predicted.processor_s is not None
     return Row(
         name=name,
         flops=plan.flops_per_token * assembly.spec.train.tokens_per_step,
         predicted_s=predicted.told.step_s,
+        predicted_cpu_s=predicted.processor_s,
         seconds=predicted.told.categories,
         predicted_peak=plan.peak_bytes,
         measured=trained(spec, run_dir, world, steps=max(2, round(WINDOW_S / predicted.told.step_s))),
@@ -239,13 +243,14 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a line for each spec, under a head."""
     yield (
         f"{'spec':34} {'GFLOP':>6} {'predicted':>9} {'step ms':>8} {'error':>7} {'A/A':>6} "
-        f"{'CPU ms':>8} {'error':>7} {'A/A':>6} {'peak MiB':>9} {'error':>7}  longest"
+        f"{'predicted':>9} {'CPU ms':>8} {'error':>7} {'A/A':>6} {'peak MiB':>9} {'error':>7}  longest"
     )
     for each in rows:
         measured = each.measured
         yield (
             f"{each.name:34} {each.flops / 1e9:6.2f} {1e3 * each.predicted_s:9.1f} {1e3 * measured.wall_s:8.1f} "
-            f"{each.step_error:+7.1%} {measured.wall_spread:6.1%} {1e3 * measured.cpu_s:8.1f} {each.cpu_error:+7.1%} "
+            f"{each.step_error:+7.1%} {measured.wall_spread:6.1%} {1e3 * each.predicted_cpu_s:9.1f} "
+            f"{1e3 * measured.cpu_s:8.1f} {each.cpu_error:+7.1%} "
             f"{measured.cpu_spread:6.1%} {each.peak / 2**20:9.1f} {each.peak_error:+7.2%}  "
             f"{max(each.seconds, key=each.seconds.__getitem__)}"
         )
@@ -255,7 +260,7 @@ def verdicts(part: str, rows: Sequence[Row]) -> list[str]:
     """What came of the aims of a part, in words."""
     if part == "choices":
         return [regret_told(rows)]
-    by_prediction = [each.name for each in sorted(rows, key=lambda each: each.predicted_s)]
+    by_prediction = [each.name for each in sorted(rows, key=lambda each: each.predicted_cpu_s)]
     by_processor = [each.name for each in sorted(rows, key=lambda each: each.measured.cpu_s)]
     flops = [each.flops for each in rows]
     worst = max(rows, key=lambda each: abs(each.step_error))

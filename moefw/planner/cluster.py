@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from attrs import field, frozen
+from attrs import evolve, field, fields, frozen
 from attrs.validators import gt, in_, min_len
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
@@ -131,10 +131,15 @@ class Gpu:
 
 @frozen(kw_only=True)
 class Collective:
-    """A measured collective in which a rank sends ``nbytes`` to others. ``us``: what it adds to the time of a rank."""
+    """A measured collective in which a rank sends ``nbytes`` to others.
+
+    ``us``: what it adds to the time of a rank; ``processor_us``: to that of the rank's processors, of which a rank that
+    waits takes none. None: not measured.
+    """
 
     nbytes: int = field(validator=gt(0))
     us: Figure
+    processor_us: Figure | None = None
 
 
 @frozen(kw_only=True)
@@ -145,6 +150,16 @@ class Collectives:
     all_gather: tuple[Collective, ...] = ()
     reduce_scatter: tuple[Collective, ...] = ()
     all_reduce: tuple[Collective, ...] = ()
+
+    @property
+    def without_waits(self) -> Collectives | None:
+        """These, taking what they take of processors; None: not all of that was measured."""
+        kinds = {kind.name: getattr(self, kind.name) for kind in fields(Collectives)}
+        if any(each.processor_us is None for measured in kinds.values() for each in measured):
+            return None
+        return Collectives(
+            **{kind: tuple(evolve(each, us=each.processor_us) for each in measured) for kind, measured in kinds.items()}
+        )
 
 
 @frozen(kw_only=True)
@@ -240,6 +255,23 @@ class Cluster:
         """Peak of products of operands of a dtype, by PyTorch's name; None: there is none."""
         peak: Figure | None = getattr(self.gpu.peak_tflops, PEAK_OF.get(dtype, ""), None)
         return None if peak is None else peak.value
+
+    @property
+    def without_waits(self) -> Cluster | None:
+        """This machine as its processors see it: a collective takes as long as it takes of them.
+
+        None: that is unknown, or ranks do not compute in threads.
+        """
+        if self.gpu.threads is None:
+            return None
+        links = {}
+        for name in ("node", "network"):
+            link = getattr(self.links, name)
+            collectives = None if link is None else link.collectives.without_waits
+            if link is not None and collectives is None:
+                return None
+            links[name] = None if link is None else evolve(link, collectives=collectives)
+        return evolve(self, links=evolve(self.links, **links))
 
     @property
     def memory_bytes(self) -> int:

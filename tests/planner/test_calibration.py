@@ -342,7 +342,7 @@ def sent_and_counted(hosts: Sequence[str]) -> dict[str, tuple[float, int]]:
         call = launched(*asked)
         return lambda: (tick(), call())[1]
 
-    def seconds(call: Callable[[], Any], times: int, _: torch.device) -> float:
+    def seconds(call: Callable[[], Any], times: int, *_: Any) -> float:
         begun = now
         for _ in range(times):
             call()
@@ -375,7 +375,9 @@ def test_a_link_moves_the_bytes_that_its_figure_is_of(hosts: str, pool: RankPool
             for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
                 for size, times in calls.items():
                     to_others = links.bytes_sent(kind, ranks, NBYTES, size)
-                    expected[links.link_name(link, kind, size)] = (1e6, repeats * times * to_others)
+                    of_each = (1e6, repeats * times * to_others)
+                    expected[links.link_name(link, kind, size)] = of_each
+                    expected[links.processor_name(link, kind, size)] = of_each
             if hosts == "aabb" or rank > 0:
                 expected[f"small messages over the {link}"] = (1e6, repeats * calls["small"] * 64)
                 expected[f"large messages over the {link}"] = (NBYTES / 1e9, repeats * calls["large"] * NBYTES)
@@ -466,6 +468,7 @@ def values(*, failed: Sequence[str] = ()) -> Readings:
     ]
     names += [FROM_HOST, TO_HOST, SMALL_TO_HOST, HOST_COPY]
     names += ["gradients of inputs, products of bf16, 8 x 16 x 4"]
+    names += [links.processor_name("node", "reduce_scatter", size) for size in links.SIZES[:2]]
     return Readings(
         of={
             name: Reading(value=float(n), spread=0.0123, repeats=n)
@@ -509,8 +512,11 @@ def test_readings_become_figures_that_say_how_they_were_measured() -> None:
     assert cluster.links.network is None
     assert node is not None
     assert [figure and figure.value for figure in (node.latency_us, node.gb_per_s, node.gpus)] == [11.0, 12.0, 2.0]
-    scatters = [(each.nbytes, each.us.value) for each in node.collectives.reduce_scatter]
-    assert scatters == [(64, 19.0), (64, 20.0), (2048, 21.0)]
+    scatters = [
+        (each.nbytes, each.us.value, each.processor_us and each.processor_us.value)
+        for each in node.collectives.reduce_scatter
+    ]
+    assert scatters == [(64, 19.0, 38.0), (64, 20.0, 39.0), (2048, 21.0, None)]
     to_host = cluster.links.host
     assert to_host is not None
     of_host = (to_host.gb_per_s, to_host.latency_us, cluster.host_memory_gb_per_s)

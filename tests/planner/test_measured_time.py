@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import evolve
+from attrs import evolve, fields
 from click.testing import CliRunner
 
 from moefw.commands.plan import plan
@@ -145,6 +145,20 @@ def with_node(**collectives: tuple[Collective, ...]) -> Cluster:
     return evolve(LAPTOP, links=Links(node=evolve(node, collectives=evolve(node.collectives, **collectives))))
 
 
+def with_processors(share: float) -> Cluster:
+    """The laptop, of whose processors collectives take a share of their time."""
+    assert LAPTOP.links.node is not None
+    measured = LAPTOP.links.node.collectives
+    return with_node(
+        **{
+            kind.name: tuple(
+                evolve(each, processor_us=figure(share * each.us.value)) for each in getattr(measured, kind.name)
+            )
+            for kind in fields(Collectives)
+        }
+    )
+
+
 def with_gpu(**figures_of_it: Any) -> Cluster:
     return evolve(LAPTOP, gpu=evolve(LAPTOP.gpu, **figures_of_it))
 
@@ -224,6 +238,24 @@ def test_everything_that_a_rank_does_takes_its_threads_one_after_the_other() -> 
         assert ("other transfers" in step.categories) is shard
         assert step.step_s == pytest.approx(sum(step.categories.values()))
         assert "kernel gaps" not in step.categories
+
+
+def test_a_step_takes_of_processors_what_collectives_do_not_wait() -> None:
+    half = told(with_processors(0.5))
+    assert half.told == told(LAPTOP).told
+    sent = ("expert transfers", "other transfers", "sums of gradients")
+    waits = sum(half.told.categories.get(name, 0.0) for name in sent) / 2
+    assert waits > 0
+    assert half.processor_s == pytest.approx(half.told.step_s - waits)
+    assert told(with_processors(1.0)).processor_s == pytest.approx(half.told.step_s)
+    assert f"a rank takes {half.processor_s:.4g} s of processors" in "\n".join(step_in_words(half))
+
+
+def test_what_a_step_takes_of_processors_is_unknown_where_that_was_not_measured() -> None:
+    assert told(LAPTOP).processor_s is None
+    on_gpu = evolve(with_processors(0.5), gpu=evolve(LAPTOP.gpu, threads=None))
+    assert told(on_gpu).processor_s is None
+    assert "of processors" not in "\n".join(step_in_words(told(on_gpu)))
 
 
 def test_what_a_laptop_offloads_is_copied_in_its_own_memory() -> None:

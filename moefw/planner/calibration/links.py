@@ -85,6 +85,11 @@ def link_name(link: str, kind: str, size: Size) -> str:
     return f"{size} {kind.replace('_', '-')} over the {link}"
 
 
+def processor_name(link: str, kind: str, size: Size) -> str:
+    """Name of the measurement of what a collective takes of processors."""
+    return f"processors in {link_name(link, kind, size)}"
+
+
 def link_measurements(
     link: str, group: ProcessGroup, device: torch.device, *, nbytes: int, repeats: int
 ) -> Iterator[Measurement]:
@@ -92,7 +97,7 @@ def link_measurements(
 
     Messages between two ranks follow each other. A small one is timed for its latency, in microseconds, a large one for
     what a rank sends, in GB/s: as both send at once, it receives as much. A collective of each size is timed for the
-    microseconds that it adds to a rank, see :func:`bytes_sent`.
+    microseconds that it adds to a rank, see :func:`bytes_sent`, and, of ranks on a CPU, for those of its processors.
     """
     device = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
     for size in ("small", "large"):
@@ -104,6 +109,9 @@ def link_measurements(
         for size in SIZES:
             read = partial(_collective, kind, group, device, nbytes, size, repeats, between)
             yield Measurement(name=link_name(link, kind, size), unit="us", read=read)
+            if not is_gpu(device):
+                of_processors = partial(read, clock=time.process_time)
+                yield Measurement(name=processor_name(link, kind, size), unit="us", read=of_processors)
 
 
 def bytes_sent(kind: str, ranks: int, nbytes: int, size: Size) -> int:
@@ -153,9 +161,16 @@ def _messages(group: ProcessGroup, device: torch.device, nbytes: int, size: Size
 
 
 def _collective(
-    kind: str, group: ProcessGroup, device: torch.device, nbytes: int, size: Size, repeats: int, between: Call
+    kind: str,
+    group: ProcessGroup,
+    device: torch.device,
+    nbytes: int,
+    size: Size,
+    repeats: int,
+    between: Call,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Reading:
-    """Reading of what a collective adds to a rank that calls ``between`` before each.
+    """Reading of what a collective adds to a rank that calls ``between`` before each, by a clock.
 
     Raises RuntimeError if that is less than what differs without it.
     """
@@ -182,7 +197,7 @@ def _collective(
         taken = []
         for call in (without, with_collectives):
             dist.barrier(group)
-            taken.append(_seconds(call, 1, device))
+            taken.append(_seconds(call, 1, device, clock))
         return (taken[1] - taken[0]) / calls
 
     times = [added_s() for _ in range(repeats + 1)][1:]  # the first connects
@@ -191,13 +206,13 @@ def _collective(
     return reading_of(times, figure=lambda taken_s: taken_s / MICRO)
 
 
-def _seconds(call: Call, calls: int, device: torch.device) -> float:
-    begun = time.perf_counter()
+def _seconds(call: Call, calls: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    begun = clock()
     for _ in range(calls):
         call()
     if is_gpu(device):
         torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
+    return clock() - begun
 
 
 def _launch(kind: str, group: ProcessGroup, device: torch.device, part: int) -> Call:

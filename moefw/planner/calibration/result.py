@@ -34,7 +34,7 @@ from moefw.planner.calibration.alone import (
     product_name,
     wgrad_name,
 )
-from moefw.planner.calibration.links import COLLECTIVES, MESSAGES, SIZES, bytes_sent, link_name
+from moefw.planner.calibration.links import COLLECTIVES, MESSAGES, SIZES, bytes_sent, link_name, processor_name
 from moefw.planner.calibration.ranks import Readings, said_of
 from moefw.planner.calibration.readings import Reading
 from moefw.planner.cluster import (
@@ -221,12 +221,13 @@ class _Figures:
         return HostLink(gb_per_s=min(out, back, key=lambda figure: figure.value), latency_us=latency)
 
     def _collectives(self, link: str, kind: str, ranks: int, nbytes: int) -> tuple[Collective, ...]:
-        """A collective of every size that was measured."""
+        """A collective of every size that was measured, with what it takes of processors where that was, too."""
         found = []
         for size in SIZES:
             us = self.named(link_name(link, kind, size))
             if us is not None:
-                found.append(Collective(nbytes=bytes_sent(kind, ranks, nbytes, size), us=us))
+                sent = bytes_sent(kind, ranks, nbytes, size)
+                found.append(Collective(nbytes=sent, us=us, processor_us=self.named(processor_name(link, kind, size))))
         return tuple(found)
 
     def _measured(self, reading: Reading) -> Figure:

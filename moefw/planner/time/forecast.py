@@ -35,7 +35,8 @@ ONCE: Final = ("once", "gradients", "optimizer")
 class Forecast:
     """The time of a step. ``bar``: how wrong it may be. ``wire_bytes``: sent by a rank in a step, by link.
 
-    ``inputs``: what of it published rows are like or unlike in.
+    ``inputs``: what of it published rows are like or unlike in. ``processor_s``: what a rank that computes in threads
+    takes of processors in a step, in seconds, the mean over pp; None: unknown.
     """
 
     plan: Ledger
@@ -47,6 +48,7 @@ class Forecast:
     bar: Bar
     tokens: int
     wire_bytes: Mapping[str, int]
+    processor_s: float | None = None
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -93,6 +95,7 @@ class Forecast:
             "model_tflops_per_gpu": self.model_tflops_per_gpu,
             "mfu": self.mfu,
             "step_time_s": step,
+            "processor_s": self.processor_s,
             "error_percent": self.bar.percent,
             "extrapolated": list(self.bar.extrapolated),
             "checked_steps": self.bar.checked,
@@ -183,25 +186,26 @@ def forecast(
     if plan.unknown or not plan.positions:
         raise PlanError(f"the time of a step is unknown, as its work is: {plan.unknown}.", "Leave out --cluster.")
     runs = _as_the_spec_says(assembly, runs)
-    costs = Costs(
-        cluster,
-        software.implementation(runs.implementation),
-        runs,
-        shapes_of(assembly, plan, skew),
-        figures(),
-        _nodes(cluster, plan),
-    )
-    rehearsal = rehearse(
-        plan.positions,
-        costs,
-        steady=Steady.of(partial(played, assembly.schedule), len(assembly.stages), plan.micro_batches),
-        micro_batches=plan.micro_batches,
-        ep_overlap=bool(runs.ep_overlap),
-    )
+    shapes = shapes_of(assembly, plan, skew)
+    steady = Steady.of(partial(played, assembly.schedule), len(assembly.stages), plan.micro_batches)
+
+    def rehearsed(on: Cluster) -> Rehearsal:
+        runs_as = software.implementation(runs.implementation)
+        return rehearse(
+            plan.positions,
+            Costs(on, runs_as, runs, shapes, figures(), _nodes(on, plan)),
+            steady=steady,
+            micro_batches=plan.micro_batches,
+            ep_overlap=bool(runs.ep_overlap),
+        )
+
+    rehearsal = rehearsed(cluster)
     scale = Scale.of(fitted(), cluster, figures(), plan.world)
     step = told(rehearsal, scale)
+    processors = cluster.without_waits
+    busy = None if processors is None else told(rehearsed(processors), scale)
     busiest = next(position for position in plan.positions if step.busiest in position.at)
-    inputs = _inputs(assembly, plan, cluster_name, runs, costs.shapes)
+    inputs = _inputs(assembly, plan, cluster_name, runs, shapes)
     return Forecast(
         plan=plan,
         cluster=cluster,
@@ -212,6 +216,7 @@ def forecast(
         bar=_bar(inputs, cluster),
         tokens=assembly.spec.train.tokens_per_step,
         wire_bytes=_wire(busiest, plan.micro_batches),
+        processor_s=None if busy is None else busy.step_s - busy.bubble_s,
     )
 
 
