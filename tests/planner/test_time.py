@@ -51,6 +51,7 @@ KEYS = {
     "model_tflops_per_gpu",
     "mfu",
     "step_time_s",
+    "processor_s",
     "error_percent",
     "extrapolated",
     "checked_steps",
