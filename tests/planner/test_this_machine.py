@@ -57,6 +57,7 @@ ROW = Row(
     name="one",
     flops=1e9,
     predicted_s=0.22,
+    predicted_cpu_s=0.12,
     seconds={"products": 0.2, "experts": 0.1},
     predicted_peak=1020,
     peak=1000,
@@ -64,13 +65,14 @@ ROW = Row(
 )
 
 
-def row(name: str, *, predicted_s: float, wall_s: float, cpu_s: float = 0.1) -> Row:
-    return evolve(ROW, name=name, predicted_s=predicted_s, measured=evolve(MEASURED, wall_s=wall_s, cpu_s=cpu_s))
+def row(name: str, *, predicted_s: float, wall_s: float, predicted_cpu_s: float = 0.1, cpu_s: float = 0.1) -> Row:
+    measured = evolve(MEASURED, wall_s=wall_s, cpu_s=cpu_s)
+    return evolve(ROW, name=name, predicted_s=predicted_s, predicted_cpu_s=predicted_cpu_s, measured=measured)
 
 
 def test_errors_are_of_the_prediction() -> None:
     assert ROW.step_error == pytest.approx(0.1)
-    assert ROW.cpu_error == pytest.approx(1.2)
+    assert ROW.cpu_error == pytest.approx(0.2)
     assert ROW.peak_error == pytest.approx(0.02)
     (_, line) = table([ROW])
     assert "+10.0%" in line
@@ -79,9 +81,11 @@ def test_errors_are_of_the_prediction() -> None:
 
 
 def test_the_order_is_that_of_processor_time() -> None:
-    rows = [row("a", predicted_s=0.1, wall_s=0.3, cpu_s=0.1), row("b", predicted_s=0.2, wall_s=0.2, cpu_s=0.2)]
+    a = row("a", predicted_s=0.1, wall_s=0.3, predicted_cpu_s=0.1, cpu_s=0.1)
+    b = row("b", predicted_s=0.09, wall_s=0.09, predicted_cpu_s=0.2, cpu_s=0.2)
+    rows = [a, b]
     assert "order by processor time: as predicted" in verdicts("six", rows)
-    swapped = [rows[0], row("b", predicted_s=0.2, wall_s=0.2, cpu_s=0.05)]
+    swapped = [a, row("b", predicted_s=0.2, wall_s=0.2, predicted_cpu_s=0.2, cpu_s=0.05)]
     assert "order by processor time: not as predicted" in verdicts("six", swapped)
     assert "step time: 66.7% off at worst, a (aim 25%)" in verdicts("six", rows)
     assert "peak: 2.00% off at worst, a (aim 3%)" in verdicts("six", rows)
