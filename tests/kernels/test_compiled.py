@@ -125,9 +125,11 @@ def fused() -> dict[str, Case]:
 
 
 def others() -> dict[str, Case]:
-    heads, tables = none(1, 16384, 32, 128), [none(1, 16384, 64, dtype=torch.float32) for _ in range(2)]
+    heads = none(1, 16384, 32, 128)
+    tables, part = ([none(1, 16384, pairs, dtype=torch.float32) for _ in range(2)] for pairs in (64, 32))
     cases = {
         "rope": Case(partial(call, "rope", "rotate", heads, *tables, False, False), (0, 0), TO_BF16),
+        "rope of a part": Case(partial(call, "rope", "rotate", heads, *part, False, False), (0, 0), TO_BF16),
         "rope of neighbours": Case(partial(call, "rope", "rotate", heads, *tables, True, False), (0, 0), TO_BF16),
         "rope of neighbours, back": Case(partial(call, "rope", "rotate", heads, *tables, True, True), (0, 0), TO_BF16),
         "hadamard": Case(partial(call, "hadamard", "hadamard", X), (0, 0), TO_BF16),
@@ -315,6 +317,7 @@ RESEMBLE_OTHERS = (
     *("fp8 (128, 128) (True,)", "fp8 of fp32", "nvfp4 (16, 16) keyed=True"),
     *("clamped swiglu", "clamped swiglu backward", "swiglu_quantize power_of_two"),
     *("permute_quantize power_of_two padding=True", "hadamard of columns", "swizzle rows", "rope of neighbours"),
+    "rope of a part",
     *("gather_sum torch.float32 1", "gather_sum torch.bfloat16 1"),
     *("route softmax", "route softmax backward", "route sqrtsoftplus", "route sqrtsoftplus backward"),
     *("sums softmax", "sums softmax backward", "sums sqrtsoftplus", "sums sqrtsoftplus backward"),

@@ -84,7 +84,7 @@ STRUCTURAL = {
     "an unknown preset": Mistake(
         "model.preset=qwen",
         "decoder has no preset 'qwen'",
-        ("an unknown region", "sizes that do not divide"),
+        ("an unknown region", "sizes that do not divide", "an odd size"),
     ),
     "an unknown recipe": Mistake("precision.use=fp23", "no plugin is called 'fp23'", ("needs what no part offers",)),
     "an unknown schedule": Mistake("pipeline.use=1f2b", "Did you mean '1f1b'?", ("too few layers",)),

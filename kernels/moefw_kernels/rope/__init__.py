@@ -14,10 +14,11 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, *, neighbours: bool) -> Tensor:
-    """``x`` (B, S, H, d) with its pairs turned, which come out as (i, i + d/2), in the dtype of ``x``.
+    """``x`` (B, S, H, d), of which the first 2p values of a head are turned, in its dtype; the others are as they were.
 
-    ``cos`` and ``sin`` (1 or B, S, d/2), fp32: those of the angle of each token and pair. ``neighbours``: pairs are
-    (2i, 2i + 1), else (i, i + d/2). Differentiable by ``x``. It is the operator ``moefw::rotate``.
+    ``cos`` and ``sin`` (1 or B, S, p), fp32: those of the angle of each token and pair; p is at most d/2.
+    ``neighbours``: pairs are (2i, 2i + 1), else (i, i + p); they come out as (i, i + p). Differentiable by ``x``. It is
+    the operator ``moefw::rotate``.
     """
     out: Tensor = _Rotate.apply(x_BSHd, cos_BSp, sin_BSp, neighbours)  # type: ignore[no-untyped-call]
     return out

@@ -39,13 +39,14 @@ def _store(at, x, inside, BF16: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def _kernel(
-    x, cos, sin, out, rows, length, heads, pairs, batch_stride, token_stride, head_stride, table_stride, sign,
-    NEIGHBOURS_IN: tl.constexpr, NEIGHBOURS_OUT: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    x, cos, sin, out, rows, length, heads, pairs, rest, batch_stride, token_stride, head_stride, table_stride, sign,
+    NEIGHBOURS_IN: tl.constexpr, NEIGHBOURS_OUT: tl.constexpr, R: tl.constexpr, P: tl.constexpr, REST: tl.constexpr,
     BF16: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Turn R heads. NEIGHBOURS_IN: the numbers of a pair are neighbours in ``x``, NEIGHBOURS_OUT: in ``out``.
 
-    Otherwise they are half a head apart there.
+    Otherwise they are ``pairs`` apart there. REST: no fewer than ``rest``, the values of a head that are copied as they
+    are; 0: there are none.
     """
     row = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]
     p = tl.arange(0, P)[None, :]
@@ -67,12 +68,17 @@ def _kernel(
         second = _load(at + pairs + p, inside, BF16)
     first_turned = first * c - second * s
     second_turned = second * c + first * s
-    to = out + row * 2 * pairs
+    to = out + row * (2 * pairs + rest)
     if NEIGHBOURS_OUT:
         _store(to + both, tl.reshape(tl.join(first_turned, second_turned), (R, 2 * P)), inside_both, BF16, COMPILED)
     else:
         _store(to + p, first_turned, inside, BF16, COMPILED)
         _store(to + pairs + p, second_turned, inside, BF16, COMPILED)
+    if REST > 0:
+        other = tl.arange(0, REST)[None, :]
+        inside_rest = (row < rows) & (other < rest)
+        kept = _load(at + 2 * pairs + other, inside_rest, BF16)
+        _store(to + 2 * pairs + other, kept, inside_rest, BF16, COMPILED)
 
 
 def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, neighbours: bool, back: bool) -> Tensor:
@@ -83,7 +89,8 @@ def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, neighbours: bool, b
     batch, length, heads, width = x_BSHd.shape
     batch_stride, token_stride, head_stride, _ = x_BSHd.stride()
     rows = batch * length * heads
-    pairs = width // 2
+    pairs = cos_BSp.shape[-1]
+    rest = width - 2 * pairs
     across = triton.next_power_of_2(pairs)
     heads_of_program = max(1, _PAIRS // across)
     if out.numel():
@@ -96,6 +103,7 @@ def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, neighbours: bool, b
             length=length,
             heads=heads,
             pairs=pairs,
+            rest=rest,
             batch_stride=batch_stride,
             token_stride=token_stride,
             head_stride=head_stride,
@@ -105,6 +113,7 @@ def rotate(x_BSHd: Tensor, cos_BSp: Tensor, sin_BSp: Tensor, neighbours: bool, b
             NEIGHBOURS_OUT=neighbours and back,
             R=heads_of_program,
             P=across,
+            REST=triton.next_power_of_2(rest) if rest else 0,
             BF16=x_BSHd.dtype is torch.bfloat16,
             COMPILED=is_compiled(),
         )

@@ -16,14 +16,14 @@ Table = tuple[Tensor, Tensor]
 
 
 def rope_table(rope: Rope, width: int, batch: Batch) -> Table:
-    """Table for heads of which ``width`` values turn (arXiv 2104.09864 eq. 15)."""
+    """Table for heads of ``width`` values, of those that turn (arXiv 2104.09864 eq. 15)."""
     positions_BS = batch.places.unsqueeze(0) if batch.positions_BS is None else batch.positions_BS
-    angles = positions_BS.float().unsqueeze(-1) * frequencies(rope, width, positions_BS.device)
+    angles = positions_BS.float().unsqueeze(-1) * frequencies(rope, rope.turning(width), positions_BS.device)
     return angles.cos() * rope.length_factor, angles.sin() * rope.length_factor
 
 
 def rotate(x_BSHd: Tensor, table: Table, rope: Rope) -> Tensor:
-    """Rotate each pair of values by the angle of its position. Both kinds of pairs come out as (i, i + d/2)."""
+    """Rotate each pair of the values that turn by the angle of its position; p pairs come out as (i, i + p)."""
     return kernels.rotate(x_BSHd, *table, neighbours=rope.pairs == "neighbours")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt, optional
+from attrs.validators import and_, ge, gt, le, optional
 
 from moefw.core.errors import Problem
 
@@ -47,6 +47,8 @@ class Rope:
     """Base of the frequencies: pair i of d/2 turns by ``theta ** (-2 * i / d)`` from a position to the next."""
     pairs: Literal["halves", "neighbours"] = "halves"
     """Values that turn together: (i, i + d/2) in ``halves``, (2i, 2i + 1) as ``neighbours``."""
+    partial_rotary_factor: float | None = field(default=None, validator=optional(and_(gt(0.0), le(1.0))))
+    """Share of a head's values that turn, the first ones, which are the d of other options; null: all."""
     factor: float | None = field(default=None, validator=optional(ge(1.0)))
     """Length of the longer context, as a multiple of the trained one. All kinds but ``default`` need it."""
     trained_positions: int | None = field(default=None, validator=optional(ge(1)))
@@ -76,6 +78,10 @@ class Rope:
 
     null: that of ``mscale`` and ``mscale_all_dim``, or ``0.1 * ln(factor) + 1`` without them (arXiv 2309.00071 eq. 22).
     """
+
+    def turning(self, width: int) -> int:
+        """Number of values that turn, of a head of ``width``."""
+        return width if self.partial_rotary_factor is None else int(width * self.partial_rotary_factor)
 
     def option(self, name: str) -> Any:
         """Option of this kind: as set, else its default."""
@@ -108,10 +114,14 @@ class Rope:
 
 
 def check_rope(rope: Rope, width: int, width_name: str) -> Iterator[Problem]:
-    """Yield the problems of options for heads of which ``width`` values turn."""
-    if width % 2:
+    """Yield the problems of options for heads of ``width`` values."""
+    turning = rope.turning(width)
+    if turning % 2 and turning == width:
         problem = f"{width_name} {width} is odd, and RoPE turns pairs of values."
         yield Problem(problem, "Use an even size.", width_name)
+    elif turning % 2 or not turning:
+        problem = f"of {width_name} {width} {turning} values turn, and RoPE turns pairs of values."
+        yield Problem(problem, f"Use 2 / {width}, or a multiple of it.", "rope.partial_rotary_factor")
     own_options = OWN[rope.kind]
     for name in OPTIONS:
         is_set = getattr(rope, name) is not None
