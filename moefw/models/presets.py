@@ -15,6 +15,15 @@ _DEEPSEEK: Final = {
     **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048},
     **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
 }
+_DEEPSEEK_V2: Final = {
+    **{"vocab_size": 102400, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
+}
+_GLM: Final = {
+    **{"vocab_size": 151552, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128},
+    **{"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 1.0e6},
+    **{"num_experts_per_tok": 8, "n_shared_experts": 1},
+}
 _QWEN3: Final = {
     **{"vocab_size": 151936, "num_key_value_heads": 4, "head_dim": 128, "rope_theta": 1.0e6},
     **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
@@ -29,7 +38,11 @@ _GPT_OSS: Final = {
 
 
 def _yarn(**options: Any) -> dict[str, Any]:
-    return {"type": "yarn", "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0, **options}
+    return {"type": "yarn", "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0} | options
+
+
+def _yarn_of_v2() -> dict[str, Any]:
+    return _yarn(factor=40.0, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707)
 
 
 PUBLISHED: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
@@ -40,6 +53,39 @@ PUBLISHED: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         | {"vocab_size": 163840, "num_attention_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1}
         | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "rope_theta": 50000.0}
         | {"rope_scaling": _yarn(factor=32.0, beta_fast=1.0, beta_slow=1.0)},
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        _DEEPSEEK_V2
+        | {"hidden_size": 5120, "num_hidden_layers": 60, "intermediate_size": 12288, "num_attention_heads": 128}
+        | {"q_lora_rank": 1536, "n_routed_experts": 160, "moe_intermediate_size": 1536, "routed_scaling_factor": 16.0}
+        | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "rope_scaling": _yarn_of_v2()},
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        _DEEPSEEK_V2
+        | {"hidden_size": 2048, "num_hidden_layers": 27, "intermediate_size": 10944, "num_attention_heads": 16}
+        | {"q_lora_rank": None, "n_routed_experts": 64, "moe_intermediate_size": 1408, "rope_scaling": _yarn_of_v2()},
+    ),
+    "glm-4.5": (
+        "glm4_moe",
+        _GLM
+        | {"hidden_size": 5120, "num_hidden_layers": 92, "intermediate_size": 12288, "first_k_dense_replace": 3}
+        | {"n_routed_experts": 160, "moe_intermediate_size": 1536, "routed_scaling_factor": 2.5, "use_qk_norm": True},
+    ),
+    "glm-4.5-air": (
+        "glm4_moe",
+        _GLM
+        | {"hidden_size": 4096, "num_hidden_layers": 46, "intermediate_size": 10944, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 128, "moe_intermediate_size": 1408},
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {
+            **{"vocab_size": 200064, "hidden_size": 3072, "num_hidden_layers": 62, "intermediate_size": 1536},
+            **{"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5},
+            **{"num_local_experts": 256, "num_experts_per_tok": 8, "rope_theta": 5.0e6},
+        },
     ),
     "qwen3-235b-a22b": (
         "qwen3_moe",
@@ -112,7 +158,7 @@ def preset_sections(name: str) -> Mapping[str, Mapping[str, Any]] | None:
         return None
     family, values = PUBLISHED[published]
     if published != name:
-        values = {key: SMALL.get(key, value) for key, value in values.items()}
+        values = {key: value if value is None else SMALL.get(key, value) for key, value in values.items()}
     return FAMILIES[family].sections(Keys(values))
 
 

@@ -35,7 +35,10 @@ from moefw.training.exporting import Form, config_of, export
 from moefw.training.importing import import_folder
 from pairwise import each_value
 
-TINY = ("qwen3-30b-a3b-tiny", "qwen2-57b-a14b-tiny", "mixtral-8x7b-tiny", "olmoe-1b-7b-tiny", "gpt-oss-20b-tiny")
+TINY = (
+    *("qwen3-30b-a3b-tiny", "qwen2-57b-a14b-tiny", "mixtral-8x7b-tiny", "olmoe-1b-7b-tiny", "gpt-oss-20b-tiny"),
+    *("glm-4.5-tiny", "minimax-m2-tiny", "deepseek-v2-tiny"),
+)
 PARALLEL: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "one rank": (1, {}),
     "ep 4, tp 2": (4, {"dense": {"tp": 2}, "experts": {"ep": 4}}),

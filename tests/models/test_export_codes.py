@@ -189,7 +189,7 @@ def test_adapters_alone_have_no_dtype() -> None:
 @pytest.mark.parametrize(
     ("family", "form", "sizes", "says"),
     [
-        ("gpt_oss", "fp8", {}, "no reader takes gpt_oss in fp8: such folders are of deepseek_v3, mixtral,"),
+        ("gpt_oss", "fp8", {}, "no reader takes gpt_oss in fp8: such folders are of deepseek_v2, deepseek_v3,"),
         ("gpt_oss", "fp8", {}, "Use --dtype bf16, mxfp4."),
         (
             "qwen3_moe",

@@ -19,7 +19,12 @@ from moefw.planner import ledger
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "deepseek-v3.yaml"
 PARAMETERS = {
+    "deepseek-v2": "236",
+    "deepseek-v2-lite": "15.7",
     "deepseek-v3": "671",
+    "glm-4.5": "353",
+    "glm-4.5-air": "107",
+    "minimax-m2": "229",
     "kimi-k2": "1026",
     "qwen3-235b-a22b": "235",
     "qwen3-30b-a3b": "30.5",
@@ -30,7 +35,7 @@ PARAMETERS = {
     "gpt-oss-120b": "116.8",
     "gpt-oss-20b": "20.9",
 }
-"""Billions, as rounded by the authors; Kimi-K2 is said to have a trillion."""
+"""Billions, as rounded by the authors; Kimi-K2 is said to have a trillion, GLM-4.5 355 and 106 billion."""
 
 
 def assembled(name: str, **model: Any) -> Any:

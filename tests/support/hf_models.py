@@ -12,9 +12,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 CLASSES = {
+    "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
+    "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
     "llama": "Llama",
+    "minimax_m2": "MiniMaxM2",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
     "olmoe": "Olmoe",
@@ -120,9 +123,32 @@ def _deepseek(experts: int, layers: int) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
+def _deepseek_v2(experts: int, layers: int) -> st.SearchStrategy[dict[str, Any]]:
+    methods = st.sampled_from(["greedy", "group_limited_greedy"])
+    only_v3 = {"norm_topk_prob": False, "rope_interleave": None}
+    return st.tuples(_deepseek(experts, layers), methods).map(
+        lambda drawn: {**drawn[0], "topk_method": drawn[1], **only_v3}
+    )
+
+
+def _glm4(experts: int, layers: int) -> st.SearchStrategy[dict[str, Any]]:
+    own = {"n_routed_experts": st.just(experts), "moe_intermediate_size": st.just(16), "norm_topk_prob": st.booleans()}
+    own |= {"n_shared_experts": st.integers(1, 2), "routed_scaling_factor": st.sampled_from([1.0, 2.5])}
+    own |= {"first_k_dense_replace": st.integers(0, layers), "attention_bias": st.booleans()}
+    own |= {"partial_rotary_factor": st.sampled_from([0.5, 1.0]), "use_qk_norm": st.booleans()}
+    return _heads(own)
+
+
+def _minimax_m2(experts: int, layers: int) -> st.SearchStrategy[dict[str, Any]]:
+    return _heads({"num_local_experts": st.just(experts), "partial_rotary_factor": st.sampled_from([0.5, 1.0])})
+
+
 OWN = {
+    "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek,
+    "glm4_moe": _glm4,
     "gpt_oss": _gpt_oss,
+    "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2,
@@ -169,6 +195,16 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "olmoe": {"num_experts": 8},
     "gpt_oss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": 5},
+    "deepseek_v2": {
+        **{"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "pad_token_id": None},
+        **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+        **{"num_key_value_heads": 4, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
+    },
+    "glm4_moe": {
+        **{"n_routed_experts": 8, "moe_intermediate_size": 16, "head_dim": 8, "use_qk_norm": True},
+        **{"attention_bias": True, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+    },
+    "minimax_m2": {"num_local_experts": 8, "head_dim": 8, "partial_rotary_factor": 0.5},
     "deepseek_v3": {
         **{"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "pad_token_id": None},
         **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},

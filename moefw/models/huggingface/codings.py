@@ -48,7 +48,9 @@ JOINED: Final[Mapping[str, str]] = {
 """Matrices that servers such as vLLM join into one."""
 MATRICES: Final = r"model\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\..*(_proj|_proj_with_mqa|w[123])\.weight"
 """Those of attention, MLPs and experts, as in DeepSeek-V3 and Qwen3: no embedding, head, router or ``eh_proj``."""
-SEPARATE: Final = frozenset({"qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3"})
+SEPARATE: Final = frozenset(
+    {"qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2"}
+)
 """Families whose folders have an expert a tensor."""
 
 

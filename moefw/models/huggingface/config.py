@@ -115,19 +115,22 @@ def read_config(path: Path) -> Mapping[str, Any]:
     return values
 
 
-def rope_of(keys: Keys, pairs: str = "halves", default: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Options of RoPE: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
+def rope_of(
+    keys: Keys, pairs: str = "halves", default: Mapping[str, Any] | None = None, partial: float | None = None
+) -> dict[str, Any]:
+    """Options of RoPE: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files.
+
+    ``partial``: share of values that turn in a family that has such; None: all values do.
+    """
     written = keys.take("rope_parameters", default=None) or keys.take("rope_scaling", default=None)
     options_written = {name: value for name, value in (written or default or {}).items() if value is not None}
     theta = keys.take("rope_theta", default=options_written.pop("rope_theta", 10000.0))
     kind = options_written.pop("rope_type", options_written.pop("type", "default"))
     options_written.pop("type", None)
-    if (
-        options_written.pop("partial_rotary_factor", 1.0) != 1.0
-        or keys.take("partial_rotary_factor", default=1.0) != 1.0
-    ):
-        keys.tell("partial_rotary_factor is not supported.", "All values of a head turn.")
+    share = _share_that_turns(keys, options_written.pop("partial_rotary_factor", None), partial)
     options = {"kind": kind, "theta": float(theta), "pairs": pairs}
+    if share != 1.0:
+        options["partial_rotary_factor"] = share
     if kind not in _ROPE:
         keys.tell(f"RoPE of type {shown(kind)} is not supported.", f"Supported: {', '.join(_ROPE)}.")
         return {}
@@ -147,6 +150,19 @@ def rope_of(keys: Keys, pairs: str = "halves", default: Mapping[str, Any] | None
         else:
             options[name] = value
     return {name: value for name, value in options.items() if not (name in _UNSET_AT_ZERO and not value)}
+
+
+def _share_that_turns(keys: Keys, inside: float | None, partial: float | None) -> float:
+    """Share of a head's values that turn. ``inside``: as the options of RoPE say; ``partial``: see :func:`rope_of`."""
+    share = keys.take("partial_rotary_factor", default=inside)
+    if inside not in (None, share):
+        what = f"partial_rotary_factor {shown(share)} contradicts that of rope_parameters, {shown(inside)}."
+        keys.tell(what, "Leave one of them out.")
+    if share is None:
+        return 1.0 if partial is None else partial
+    if partial is None and share != 1.0:
+        keys.tell("partial_rotary_factor is not supported.", "All values of a head turn.")
+    return float(share)
 
 
 _ROPE: Final[Mapping[str, tuple[str, ...]]] = {

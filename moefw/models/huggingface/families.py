@@ -9,14 +9,28 @@ from pathlib import Path
 from typing import Any, Final
 
 from moefw.core.errors import SpecError, nearest
-from moefw.models.huggingface import deepseek_v3, dense, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe
+from moefw.models.huggingface import (
+    deepseek_v2,
+    deepseek_v3,
+    dense,
+    glm4_moe,
+    gpt_oss,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from moefw.models.huggingface.config import Keys, read_config
 from moefw.models.huggingface.origins import Family
 
 FAMILIES: Final[Mapping[str, Family]] = {
+    "deepseek_v2": deepseek_v2.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "kimi_k2": deepseek_v3.FAMILY,
+    "minimax_m2": minimax_m2.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmoe": olmoe.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from moefw.models.huggingface.config import Keys, Sections, balance_of, decoder_of, heads_of, rope_of
-from moefw.models.huggingface.origins import DECODER, Family, Origin, to
+from moefw.models.huggingface.origins import DECODER, Family, Origin, Rule, to
 
 WEIGHTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -31,16 +34,15 @@ def sections(keys: Keys) -> Sections:
     }
 
 
-FAMILY = Family(
-    sections,
+SPARSE_BLOCK: Final[Sequence[Rule]] = (
+    (r"layers\.(\d+)\.moe\.router\.weight", to("model.layers.{}.block_sparse_moe.gate.weight")),
     (
-        (r"layers\.(\d+)\.moe\.router\.weight", to("model.layers.{}.block_sparse_moe.gate.weight")),
-        (
-            r"layers\.(\d+)\.moe\.experts\.(\d+)\.(.*)\.weight",
-            lambda layer, expert, part: Origin(
-                f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{WEIGHTS[part]}.weight"
-            ),
+        r"layers\.(\d+)\.moe\.experts\.(\d+)\.(.*)\.weight",
+        lambda layer, expert, part: Origin(
+            f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{WEIGHTS[part]}.weight"
         ),
-        *DECODER,
     ),
 )
+"""Where a file holds the router and the experts."""
+
+FAMILY = Family(sections, (*SPARSE_BLOCK, *DECODER))

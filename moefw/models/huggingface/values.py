@@ -55,6 +55,7 @@ _SIZE: Final = _whole(1, WIDEST)
 _COUNT: Final = _whole(1, MOST)
 _COUNT_OR_ZERO: Final = _whole(0, MOST)
 _POSITIONS: Final = _whole(1, FARTHEST)
+_SHARE: Final = Kind("a number above 0 and at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
 _FLAG: Final = Kind("true or false", lambda value: type(value) is bool)
 _NAME: Final = Kind("a name", lambda value: type(value) is str)
 _OPTIONS: Final = Kind("a mapping of options", lambda value: type(value) is dict)
@@ -90,15 +91,18 @@ KINDS: Final[Mapping[str, Kind]] = {
     **dict.fromkeys(
         (
             *("tie_word_embeddings", "attention_bias", "qkv_bias", "norm_topk_prob"),
-            *("use_sliding_window", "rope_interleave"),
+            *("use_sliding_window", "rope_interleave", "use_qk_norm"),
         ),
         _FLAG,
     ),
     "layer_types": _list_of(" or ".join(_ATTENTIONS), lambda item: item in _ATTENTIONS),
+    "attn_type_list": _list_of("numbers, 0 or 1", lambda item: type(item) is int and item in (0, 1)),
     "mlp_only_layers": _list_of("numbers of layers", _COUNT_OR_ZERO.holds),
     **dict.fromkeys(("rms_norm_eps", "swiglu_limit", "swiglu_alpha", "clip_qkv", "routed_scaling_factor"), _above(0.0)),
     "router_aux_loss_coef": _from(0.0),
     "rope_theta": _above(1.0),
+    "partial_rotary_factor": _SHARE,
+    "rotary_dim": _SIZE,
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _OPTIONS),
 }
 """What each key may be, if it is not null. Others are compared with the few values that are supported."""
@@ -106,6 +110,7 @@ KINDS: Final[Mapping[str, Kind]] = {
 ROPE_KINDS: Final[Mapping[str, Kind]] = {
     **dict.fromkeys(("rope_type", "type"), _NAME),
     "rope_theta": _above(1.0),
+    "partial_rotary_factor": _SHARE,
     "factor": _from(1.0),
     "original_max_position_embeddings": _POSITIONS,
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _above(0.0)),

@@ -106,30 +106,79 @@ def _gpt_oss(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
     }
 
 
-def _deepseek(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+def _with_shared_experts(model: Tree, routing: Tree) -> dict[str, Any]:
     groups = routing["groups"] or {"count": 1, "keep": 1}
     width = model["expert_dim"]
     return {
-        **_decoder(model, attention),
-        "num_key_value_heads": attention["num_heads"],
         "n_routed_experts": model["num_experts"],
         "moe_intermediate_size": width,
         "n_shared_experts": model["shared_expert_dim"] // width,
         "intermediate_size": model["dense_dim"],
         "first_k_dense_replace": len(dense_layers(model)),
-        "num_nextn_predict_layers": model["mtp_layers"],
         "n_group": groups["count"],
         "topk_group": groups["keep"],
-        "norm_topk_prob": routing["renormalise"] is not False,
         "routed_scaling_factor": routing["scale"],
+    }
+
+
+def _latent(model: Tree, attention: Tree) -> dict[str, Any]:
+    return {
+        **_decoder(model, attention),
+        "num_key_value_heads": attention["num_heads"],
         "q_lora_rank": attention["q_rank"],
         "kv_lora_rank": attention["kv_rank"],
         "qk_nope_head_dim": attention["nope_dim"],
         "qk_rope_head_dim": attention["rope_dim"],
         "v_head_dim": attention["v_dim"],
         "attention_bias": attention["in_bias"],
+    }
+
+
+def _deepseek_v2(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+    return {
+        **_latent(model, attention),
+        **_with_shared_experts(model, routing),
+        "topk_method": "group_limited_greedy" if routing["groups"] else "greedy",
+        "norm_topk_prob": False,
+    }
+
+
+def _deepseek_v3(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+    return {
+        **_latent(model, attention),
+        **_with_shared_experts(model, routing),
+        "num_nextn_predict_layers": model["mtp_layers"],
+        "norm_topk_prob": routing["renormalise"] is not False,
         "rope_interleave": attention["rope"]["pairs"] == "neighbours",
     }
+
+
+def _glm4(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+    grouped = _grouped(model, attention)
+    return {
+        **grouped,
+        **_with_shared_experts(model, routing),
+        "rope_parameters": _with_share(grouped["rope_parameters"]),
+        "num_nextn_predict_layers": model["mtp_layers"],
+        "norm_topk_prob": routing["renormalise"] is not False,
+        "use_qk_norm": attention["qk_norm"] == "head",
+        "attention_bias": attention["qkv_bias"],
+    }
+
+
+def _minimax_m2(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
+    grouped = _grouped(model, attention)
+    return {
+        **grouped,
+        "rope_parameters": _with_share(grouped["rope_parameters"]),
+        "num_local_experts": model["num_experts"],
+        "intermediate_size": model["expert_dim"],
+    }
+
+
+def _with_share(rope: Tree) -> dict[str, Any]:
+    """RoPE of a family in which not all values turn, so that the file says so if they do."""
+    return {"partial_rotary_factor": 1.0, **rope}
 
 
 WRITERS: Final[Mapping[str, tuple[str, str, Callable[[Tree, Tree, Tree], dict[str, Any]]]]] = {
@@ -138,7 +187,10 @@ WRITERS: Final[Mapping[str, tuple[str, str, Callable[[Tree, Tree, Tree], dict[st
     "mixtral": ("Mixtral", "gqa", _mixtral),
     "olmoe": ("Olmoe", "gqa", _olmoe),
     "gpt_oss": ("GptOss", "gqa", _gpt_oss),
-    "deepseek_v3": ("DeepseekV3", "mla", _deepseek),
+    "deepseek_v3": ("DeepseekV3", "mla", _deepseek_v3),
+    "deepseek_v2": ("DeepseekV2", "mla", _deepseek_v2),
+    "glm4_moe": ("Glm4Moe", "gqa", _glm4),
+    "minimax_m2": ("MiniMaxM2", "gqa", _minimax_m2),
 }
 """For each family: the name of its classes, its attention, and its keys, from model, attention and routing."""
 
