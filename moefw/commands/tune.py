@@ -149,22 +149,22 @@ def _progress(count: int) -> Iterator[Any]:
 
 
 def _recommended(search: Search) -> tuple[Candidate, Forecast, Sequence[str]]:
-    """Best candidate, its forecast, and why others lose, which may find a policy with which a faster one fits.
+    """Best candidate, its forecast, and why others lose, for which more are looked at: one may be better.
 
     Then that is looked at in turn. Raises PlanError if nothing fits.
     """
     while True:
         best, told = _planned(search)
         lines = [*reasons(search, best)]
-        if any(candidate is best for candidate in tied(search.candidates)):
+        if tied(search.candidates)[0] is best:
             return best, told, lines
 
 
 def _planned(search: Search) -> tuple[Candidate, Forecast]:
-    """First of the tied group that is still in it when it is planned whole. Raises PlanError if there is none."""
+    """First of the tied group that is still the first when it is planned whole. Raises PlanError if there is none."""
     while group := tied(search.candidates):
         best, told = search.exact(group[0], lambda assembly: ledger(assembly, cache=cache_dir() / PLANS))
-        if told is not None and any(candidate is best for candidate in tied(search.candidates)):
+        if told is not None and next(iter(tied(search.candidates)), None) is best:
             return best, told
     raise impossible(search)
 

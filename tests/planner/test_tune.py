@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from click.testing import CliRunner
 
 from moefw import hookimpl
+from moefw.commands import tune as commands
 from moefw.commands.check import check
 from moefw.commands.tune import tune
 from moefw.compose.assembly import Assembly
@@ -124,6 +125,33 @@ def test_groups_of_a_composed_candidate_lie_as_in_its_whole_plan(settings: Setti
     assert groups_in(composed) == groups_in(whole)
 
 
+@pytest.mark.parametrize("settings", [{PP: 4, EP: 2}, {EP: 2, **MERGED}], ids=["1f1b", "merged"])
+def test_a_composed_position_sends_once_a_step_what_its_whole_plan_does(settings: Settings) -> None:
+    """Gradients of whole parameters, which are summed behind the last pass, and weights."""
+    search = search_of()
+    every = {**search.space.own, **settings, **ZERO_1}
+    assembly = search.resolve(every, WORLD)
+    measured = search.excerpts.of(every, assembly)
+    composed = Composer.of(assembly, measured.excerpt, measured.kinds).ledger()
+    whole = ledger(assembly)
+    sent, expected = sent_once(composed), sent_once(whole)
+    assert sent == pytest.approx(expected, rel=0.02)
+
+
+def sent_once(found: Ledger) -> dict[int, int]:
+    """Bytes that each position sends once a step."""
+    return {
+        at: sum(
+            work.layers * moved.times * (moved.node + moved.network)
+            for work in position.work
+            if work.phase == "once"
+            for moved in work.transfers
+        )
+        for position in found.positions
+        for at in position.at
+    }
+
+
 def groups_in(found: Ledger) -> set[tuple[str, int, int]]:
     """Kind, ranks and span of each transfer."""
     every = [work for position in found.positions for work in position.work]
@@ -203,6 +231,21 @@ def test_ties_are_in_the_order_of_memory_left_then_simplicity() -> None:
         a_candidate("too large", 0.5, left_gib=-1, complexity=0),
     ]
     assert [each.label for each in tied(found)] == ["simple and roomy", "roomy", "fastest"]
+
+
+def test_what_is_recommended_is_the_first_of_those_that_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one that was looked at to say why others lose has more memory left."""
+    known = [a_candidate("fastest", 1.0)]
+    search: Any = SimpleNamespace(candidates=known, exact=lambda candidate, _: (candidate, "its forecast"))
+
+    def looked_at_others(_: Search, best: Candidate) -> list[str]:
+        if best.label == "fastest":
+            known.append(a_candidate("roomy", 1.001, left_gib=9))
+        return [f"others than {best.label} lose"]
+
+    monkeypatch.setattr(commands, "reasons", looked_at_others)
+    best, told, lines = commands._recommended(search)
+    assert (best.label, told, lines) == ("roomy", "its forecast", ["others than roomy lose"])
 
 
 def test_a_candidate_that_is_unlike_published_rows_ties_with_slower_ones() -> None:

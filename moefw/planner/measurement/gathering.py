@@ -21,6 +21,7 @@ from moefw.core.contracts import Layout, WeightCodec
 from moefw.core.records import Side, Zero
 from moefw.planner.measurement.layers import RunLayer
 from moefw.planner.measurement.operations import Operations
+from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, PARAMETERS, Recorder
 from moefw.runtime.accounting import done_for_step, made_for_step
 from moefw.runtime.compute.coded_share import Sharing
@@ -236,6 +237,8 @@ class Unit:
         """Where in the order of forward the unit ran, once for each of its calls."""
         self._reduced: Tensor | None = None
         """The shard's gradients while they are summed over ``copying``."""
+        self._place: Place | None = None
+        """Where the unit gathered first; None until it runs."""
 
     @property
     def adds_up_whole(self) -> bool:
@@ -302,6 +305,8 @@ class Unit:
 
     def before(self, module: nn.Module | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gather, before the forward of the module. Return its arguments, whose gradients end the unit's backward."""
+        if self._place is None:
+            self._place = self.sharding.recorder.places.here
         self._become_gathered()
         if self._state == "backward":  # a memory policy runs the module again
             self._gather(in_forward=False)
@@ -345,6 +350,18 @@ class Unit:
         """Reduce the gradients that the micro-batches of a step added up."""
         with done_for_step():
             self._reduce()
+
+    def reduce_behind_passes(self) -> None:
+        """The same behind the last pass of a step, in the layer of the unit.
+
+        What a layer that does not run reduces counts where one like it does.
+        """
+        if self._place is None:
+            with self.sharding.operations.unnoted():
+                self.reduce_once()
+        else:
+            places = self.sharding.recorder.places
+            places.inside(self._place.region, self._place.layer, self.reduce_once)()
 
     def give_gradients(self) -> None:
         """Have gradients of earlier micro-batches: of this rank's shard, or of the parameters."""

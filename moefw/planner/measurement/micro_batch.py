@@ -208,7 +208,7 @@ class MicroBatch:
             with recorder.places.phase("backward"), self._noting:
                 for unit in self.units:
                     if unit.adds_up_whole:
-                        unit.reduce_once()
+                        unit.reduce_behind_passes()
         else:
             assert loss is not None, "forward comes before backward"
             self._loss = None  # like ``del loss`` below: a reference to the graph would keep its storages in use

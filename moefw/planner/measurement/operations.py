@@ -389,6 +389,15 @@ class Operations:
             done.nbytes = nbytes + round(times * (done.nbytes - nbytes))
             done.on_host = on_host.plus(done.on_host.plus(on_host, -1), times)
 
+    @contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Count nothing of what runs in this block."""
+        counted, self._done = self._done, {}
+        try:
+            yield
+        finally:
+            self._done = counted
+
     def _done_here(self) -> _Done:
         """Record of the running place and phase."""
         places = self.recorder.places
