@@ -195,9 +195,9 @@ class Rows:
                 again = tuple(each for each in products if each.during == "fprop")
                 yield _work(number, count, region, "recompute", again, ())
         if self.layout.zero == SHARDED_WEIGHTS:
-            yield from self._shards(number, count, "attention", self._summed(self._plain(is_dense=is_dense)))
+            yield from self._shards(number, count, "attention", self._sums(self._weights_of_layer(is_dense=is_dense)))
             if not is_dense:
-                yield from self._shards(number, count, "experts", self._summed_of_experts(1))
+                yield from self._shards(number, count, "experts", self._sums_of_experts(1))
 
     def _regions(
         self, number: int, *, is_dense: bool, is_mtp: bool
@@ -305,7 +305,7 @@ class Rows:
         yield _work(None, 1, "outside", "forward", products[:1], self._send())
         yield _work(None, 1, "outside", "backward", products[1:], self._send())
         if self.layout.zero == SHARDED_WEIGHTS:
-            yield from self._shards(None, 1, "outside", self._summed(self._ends(held)))
+            yield from self._shards(None, 1, "outside", self._sums(self._weights_of_ends(held)))
 
     def _head(self) -> Iterator[Product]:
         sizes = self.sizes
@@ -335,7 +335,7 @@ class Rows:
         if mtp:
             yield from self.layer(sizes.layers, mtp, is_dense=False, is_mtp=True)
         yield from self.outside(held)
-        yield from self._step(dense, moe, self._ends(held))
+        yield from self._once(dense, moe, self._weights_of_ends(held))
 
     def _send(self) -> tuple[Transfer, ...]:
         """What a position sends in a pass, of all its stages."""
@@ -355,27 +355,27 @@ class Rows:
         )
         return (send,) * layout.chunks
 
-    def _plain(self, *, is_dense: bool) -> int:
+    def _weights_of_layer(self, *, is_dense: bool) -> int:
         """Weights of a layer outside of experts."""
         sizes = self.sizes
         mlp = 3 * sizes.dense_dim if is_dense else 3 * sizes.shared_dim + sizes.experts
         return sizes.attention_weights + sizes.dim * mlp
 
-    def _ends(self, held: Collection[str]) -> int:
+    def _weights_of_ends(self, held: Collection[str]) -> int:
         """Weights of the embedding and of the head, of those that are held."""
         return (("head" in held) + ("embedding" in held)) * self.sizes.vocab * self.sizes.dim
 
-    def _step(self, dense: int, moe: int, ends: int) -> Iterator[Work]:
+    def _once(self, dense: int, moe: int, ends: int) -> Iterator[Work]:
         """Yield the update of a step and, where weights are not sharded, its sums of gradients and gathers of weights.
 
         Those are of so many dense layers, MoE layers and weights of the ends.
         """
         layout = self.layout
-        plain = dense * self._plain(is_dense=True) + moe * self._plain(is_dense=False) + ends
+        plain = dense * self._weights_of_layer(is_dense=True) + moe * self._weights_of_layer(is_dense=False) + ends
         if layout.zero != SHARDED_WEIGHTS:
-            sums = (*self._summed(plain), *self._summed_of_experts(moe))
+            sums = (*self._sums(plain), *self._sums_of_experts(moe))
             yield _work(None, 1, "outside", "gradients", (), sums)
-        updated = plain / layout.tp / layout.dense_dp + moe * self._experts / layout.expert_dp
+        updated = plain / layout.tp / layout.dense_dp + moe * self._weights_of_experts / layout.expert_dp
         states = round(STATES_BYTES * updated) if self.states_on_host else 0
         yield evolve(
             _work(None, 1, "outside", "optimizer", (), ()),
@@ -384,19 +384,19 @@ class Rows:
         )
 
     @property
-    def _experts(self) -> int:
+    def _weights_of_experts(self) -> int:
         """Weights of the experts of a rank in a layer."""
         sizes = self.sizes
         return 3 * sizes.dim * sizes.expert_dim * sizes.experts // (self.layout.ep * self.layout.expert_tp)
 
-    def _summed(self, plain: int) -> Sequence[Transfer]:
-        """Transfers of weights outside of experts, so many of all ranks of tp."""
+    def _sums(self, plain: int) -> Sequence[Transfer]:
+        """Sums of gradients and gathers of weights outside of experts, so many of all ranks of tp."""
         return [*self._sum(plain // self.layout.tp, self.layout.dense_dp, self.layout.tp)]
 
-    def _summed_of_experts(self, layers: int) -> Sequence[Transfer]:
-        """Transfers of the experts of so many layers."""
+    def _sums_of_experts(self, layers: int) -> Sequence[Transfer]:
+        """The same of the experts of so many layers."""
         stride = self.layout.ep * self.layout.expert_tp
-        return [*self._sum(layers * self._experts, self.layout.expert_dp, stride)]
+        return [*self._sum(layers * self._weights_of_experts, self.layout.expert_dp, stride)]
 
     def _shards(self, number: int | None, count: int, region: str, transfers: Sequence[Transfer]) -> Iterator[Work]:
         """Yield what a micro-batch does with sharded weights: it gathers them in both passes, and sums gradients."""

@@ -47,7 +47,9 @@ DTYPES: Final[Mapping[str, str]] = {
 WITHOUT_MTP: Final = ("automodel", "simumax")
 """Stacks whose figures of DeepSeek-V3 are of a model that predicts one token."""
 WITHOUT_FSDP: Final = ("", "no", "0", "false")
+"""What the field of FSDP says where there is none."""
 GATHERED_FOR_A_STEP: Final = "automodel"
+"""The stack whose recipes keep weights gathered for a step."""
 STACKS_OF_2025: Final = ("mcore25", "nemo25", "folding")
 ONE_LAYER_A_CHUNK: Final = "folding"
 """Rows whose chunks are not printed. The paper's schedule is Megatron's interleaved one."""
@@ -180,7 +182,7 @@ class Row:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether weights are gathered in each micro-batch. AutoModel's recipes keep them gathered for a step."""
+        """Whether weights are gathered in each micro-batch."""
         return self["fsdp"] not in WITHOUT_FSDP and self["stack"] != GATHERED_FOR_A_STEP
 
     @property

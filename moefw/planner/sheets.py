@@ -188,7 +188,7 @@ def step_in_words(time: Forecast) -> list[str]:
         f"pipeline bubble {100 * time.told.bubble_s / step:.1f} %, "
         f"waits for the host {100 * time.told.waits_for_host_s / step:.1f} %",
     ]
-    if time.processor_s is not None:
+    if time.processor_s is not None and time.processor_s < step:
         lines.append(f"a rank takes {time.processor_s:.4g} s of processors in a step, and waits for others besides")
     if time.bar.checked:
         lines.append(f"that is from the errors of {time.bar.checked} small steps which were measured there")
