@@ -127,7 +127,7 @@ def rope_of(
     theta = keys.take("rope_theta", default=options_written.pop("rope_theta", 10000.0))
     kind = options_written.pop("rope_type", options_written.pop("type", "default"))
     options_written.pop("type", None)
-    share = _share_that_turns(keys, options_written.pop("partial_rotary_factor", None), partial)
+    share = _partial_rotary_factor(keys, options_written.pop("partial_rotary_factor", None), partial)
     options = {"kind": kind, "theta": float(theta), "pairs": pairs}
     if share != 1.0:
         options["partial_rotary_factor"] = share
@@ -152,7 +152,7 @@ def rope_of(
     return {name: value for name, value in options.items() if not (name in _UNSET_AT_ZERO and not value)}
 
 
-def _share_that_turns(keys: Keys, inside: float | None, partial: float | None) -> float:
+def _partial_rotary_factor(keys: Keys, inside: float | None, partial: float | None) -> float:
     """Share of a head's values that turn. ``inside``: as the options of RoPE say; ``partial``: see :func:`rope_of`."""
     share = keys.take("partial_rotary_factor", default=inside)
     if inside not in (None, share):

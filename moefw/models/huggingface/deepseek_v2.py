@@ -21,7 +21,7 @@ def sections(keys: Keys) -> Sections:
     """Sections of a spec, options by section, that describe the model of a configuration."""
     keys.only("mlp_bias", False, default=False)
     return {
-        "model": decoder_with_shared_experts(keys, experts=64, width=1407, dense_width=11008, first=0, shared=2),
+        "model": decoder_with_shared_experts(keys, experts=64, width=1407, dense_width=11008, dense_layers=0, shared=2),
         "attention": latent_attention(keys, "neighbours"),
         "routing": _routing(keys),
     }

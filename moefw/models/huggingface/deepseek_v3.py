@@ -12,24 +12,24 @@ from moefw.models.huggingface.origins import DECODER, Family, Rule, to
 def sections(keys: Keys) -> Sections:
     """Sections of a spec, options by section, that describe the model of a configuration."""
     keys.only("topk_method", "noaux_tc", default="noaux_tc")
-    predicts_more(keys)
+    read_mtp_layers(keys)
     interleaved = keys.take("rope_interleave", default=True)
     return {
-        "model": decoder_with_shared_experts(keys, experts=256, width=2048, dense_width=18432, first=3),
+        "model": decoder_with_shared_experts(keys, experts=256, width=2048, dense_width=18432, dense_layers=3),
         "attention": latent_attention(keys, "neighbours" if interleaved else "halves"),
         "routing": sigmoid_routing(keys, groups=8, kept=4, scale=2.5),
     }
 
 
-def predicts_more(keys: Keys) -> None:
-    """Read the number of layers that predict further tokens: a spec says whether they are trained."""
+def read_mtp_layers(keys: Keys) -> None:
+    """Read how many layers predict further tokens, which changes nothing: a spec says whether they are trained."""
     keys.take("num_nextn_predict_layers", "num_mtp_layers", default=0)
 
 
 def decoder_with_shared_experts(
-    keys: Keys, *, experts: int, width: int, dense_width: int, first: int, eps: float = 1e-6, shared: int = 1
+    keys: Keys, *, experts: int, width: int, dense_width: int, dense_layers: int, eps: float = 1e-6, shared: int = 1
 ) -> dict[str, Any]:
-    """Options of ``model:`` of a family with shared experts and first layers that are dense; its defaults."""
+    """Options of ``model:`` of a family with shared experts and dense first layers. All others: its defaults."""
     model = decoder_of(keys)
     keys.only("moe_layer_freq", 1, default=1)
     expert_width = keys.take("moe_intermediate_size", default=width)
@@ -38,7 +38,7 @@ def decoder_with_shared_experts(
         "num_experts": keys.take("n_routed_experts", "num_local_experts", default=experts),
         "expert_dim": expert_width,
         "dense_dim": keys.take("intermediate_size", default=dense_width),
-        "num_dense_layers": min(keys.take("first_k_dense_replace", default=first), model["num_layers"] or 0),
+        "num_dense_layers": min(keys.take("first_k_dense_replace", default=dense_layers), model["num_layers"] or 0),
         "shared_expert_dim": (keys.take("n_shared_experts", default=shared) or 0) * expert_width,
     }
 
@@ -63,7 +63,7 @@ def latent_attention(keys: Keys, pairs: str) -> dict[str, Any]:
 
 
 def sigmoid_routing(keys: Keys, *, groups: int, kept: int, scale: float) -> dict[str, Any]:
-    """Routing by sigmoid with a bias on the scores, in the best groups; a family's defaults."""
+    """Routing by sigmoid with a bias on the scores, in the best groups. All others: a family's defaults."""
     keys.only("scoring_func", "sigmoid", default="sigmoid")
     keys.only("output_router_logits", False, default=False)
     return {

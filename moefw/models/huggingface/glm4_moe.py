@@ -6,7 +6,7 @@ from moefw.models.huggingface.config import Keys, Sections, heads_of, rope_of
 from moefw.models.huggingface.deepseek_v3 import (
     BESIDE_EXPERTS,
     decoder_with_shared_experts,
-    predicts_more,
+    read_mtp_layers,
     sigmoid_routing,
 )
 from moefw.models.huggingface.origins import DECODER, Family
@@ -14,8 +14,8 @@ from moefw.models.huggingface.origins import DECODER, Family
 
 def sections(keys: Keys) -> Sections:
     """Sections of a spec, options by section, that describe the model of a configuration."""
-    predicts_more(keys)
-    model = decoder_with_shared_experts(keys, experts=128, width=1408, dense_width=10944, first=1, eps=1e-5)
+    read_mtp_layers(keys)
+    model = decoder_with_shared_experts(keys, experts=128, width=1408, dense_width=10944, dense_layers=1, eps=1e-5)
     return {
         "model": model,
         "attention": heads_of(keys)

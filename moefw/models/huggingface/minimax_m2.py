@@ -1,5 +1,5 @@
-"""MiniMax-M2 (https://huggingface.co/MiniMaxAI/MiniMax-M2): queries and keys normalised across heads, of which half of
-the values turn, and sigmoid routing.
+"""MiniMax-M2 (https://huggingface.co/MiniMaxAI/MiniMax-M2): grouped-query attention with queries and keys normalised
+across heads, half of whose values turn, and sigmoid routing.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _glm4(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
     return {
         **grouped,
         **_with_shared_experts(model, routing),
-        "rope_parameters": _with_share(grouped["rope_parameters"]),
+        "rope_parameters": _with_rotary_factor(grouped["rope_parameters"]),
         "num_nextn_predict_layers": model["mtp_layers"],
         "norm_topk_prob": routing["renormalise"] is not False,
         "use_qk_norm": attention["qk_norm"] == "head",
@@ -170,13 +170,13 @@ def _minimax_m2(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
     grouped = _grouped(model, attention)
     return {
         **grouped,
-        "rope_parameters": _with_share(grouped["rope_parameters"]),
+        "rope_parameters": _with_rotary_factor(grouped["rope_parameters"]),
         "num_local_experts": model["num_experts"],
         "intermediate_size": model["expert_dim"],
     }
 
 
-def _with_share(rope: Tree) -> dict[str, Any]:
+def _with_rotary_factor(rope: Tree) -> dict[str, Any]:
     """RoPE of a family in which not all values turn, so that the file says so if they do."""
     return {"partial_rotary_factor": 1.0, **rope}
 

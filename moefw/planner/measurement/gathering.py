@@ -237,7 +237,7 @@ class Unit:
         """Where in the order of forward the unit ran, once for each of its calls."""
         self._reduced: Tensor | None = None
         """The shard's gradients while they are summed over ``copying``."""
-        self._place: Place | None = None
+        self._ran_in: Place | None = None
         """Where the unit gathered first; None until it runs."""
 
     @property
@@ -305,8 +305,8 @@ class Unit:
 
     def before(self, module: nn.Module | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gather, before the forward of the module. Return its arguments, whose gradients end the unit's backward."""
-        if self._place is None:
-            self._place = self.sharding.recorder.places.here
+        if self._ran_in is None:
+            self._ran_in = self.sharding.recorder.places.here
         self._become_gathered()
         if self._state == "backward":  # a memory policy runs the module again
             self._gather(in_forward=False)
@@ -352,16 +352,16 @@ class Unit:
             self._reduce()
 
     def reduce_behind_passes(self) -> None:
-        """The same behind the last pass of a step, in the layer of the unit.
+        """Reduce them behind the last pass of a step, in the layer of the unit.
 
         What a layer that does not run reduces counts where one like it does.
         """
-        if self._place is None:
+        if self._ran_in is None:
             with self.sharding.operations.unnoted():
                 self.reduce_once()
         else:
             places = self.sharding.recorder.places
-            places.inside(self._place.region, self._place.layer, self.reduce_once)()
+            places.inside(self._ran_in.region, self._ran_in.layer, self.reduce_once)()
 
     def give_gradients(self) -> None:
         """Have gradients of earlier micro-batches: of this rank's shard, or of the parameters."""

@@ -189,11 +189,12 @@ def forecast(
     shapes = shapes_of(assembly, plan, skew)
     steady = Steady.of(partial(played, assembly.schedule), len(assembly.stages), plan.micro_batches)
 
+    implementation = software.implementation(runs.implementation)
+
     def rehearsed(on: Cluster) -> Rehearsal:
-        runs_as = software.implementation(runs.implementation)
         return rehearse(
             plan.positions,
-            Costs(on, runs_as, runs, shapes, figures(), _nodes(on, plan)),
+            Costs(on, implementation, runs, shapes, figures(), _nodes(on, plan)),
             steady=steady,
             micro_batches=plan.micro_batches,
             ep_overlap=bool(runs.ep_overlap),
