@@ -9,6 +9,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from moefw.planner.cluster import Cluster
+from moefw.planner.overhead import left_bytes, overhead_bytes
 from moefw.planner.report import COLUMNS, Ledger, RegionTotals
 from moefw.planner.time.advice import Advice
 from moefw.planner.time.forecast import Forecast
@@ -209,10 +210,11 @@ def what_to_try(advice: Sequence[Advice]) -> Sheet:
 
 def on_cluster(cluster: Cluster, name: str | None, plan: Ledger) -> dict[str, Any]:
     """What a plan is on a cluster: whether its peak fits a GPU, bytes left or missing, and the denominator of MFU."""
-    left = None if plan.peak_bytes is None else cluster.memory_bytes - plan.peak_bytes
+    left = left_bytes(cluster, plan)
     return {
         "name": name,
         "memory_bytes": cluster.memory_bytes,
+        "overhead_bytes": overhead_bytes(cluster, plan),
         "fits": None if left is None else left >= 0,
         "left_bytes": left,
         "peak_tflops": None if plan.dtype is None else cluster.peak_tflops(plan.dtype),
@@ -222,7 +224,9 @@ def on_cluster(cluster: Cluster, name: str | None, plan: Ledger) -> dict[str, An
 def on_cluster_in_words(cluster: Cluster, name: str | None, plan: Ledger) -> list[str]:
     """The same in words."""
     data = on_cluster(cluster, name, plan)
-    lines = [f"a GPU of {name} has {size(cluster.memory_bytes, GIB)} GiB: {fit_in_words(data['left_bytes'])}"]
+    overhead = f", {size(data['overhead_bytes'], GIB)} not for tensors" if data["overhead_bytes"] else ""
+    memory = f"a GPU of {name} has {size(cluster.memory_bytes, GIB)} GiB{overhead}"
+    lines = [f"{memory}: {fit_in_words(data['left_bytes'])}"]
     if data["peak_tflops"] is not None:
         lines.append(f"MFU is of {data['peak_tflops']:g} TFLOPS, its peak of products of {plan.dtype}")
     return lines

@@ -16,6 +16,8 @@ from moefw.core.errors import SpecError
 from moefw.planner import cluster
 from moefw.planner.cluster import Cluster, Gpu, Links, Peaks, Product
 from moefw.planner.data_files import Figure
+from moefw.planner.overhead import overhead_bytes
+from moefw.planner.report import Ledger
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 CLUSTERS = ("b200", "b300", "gb200", "gb300", "h100", "h200")
@@ -147,8 +149,9 @@ def test_a_plan_says_whether_its_peak_fits_and_of_what_mfu_is(tmp_path: Path, mo
     assert data["cluster"] == {
         "name": "h100",
         "memory_bytes": h100.memory_bytes,
+        "overhead_bytes": overhead_bytes(h100, Ledger.of_data(data)),
         "fits": True,
-        "left_bytes": h100.memory_bytes - data["peak_bytes"],
+        "left_bytes": h100.memory_bytes - data["cluster"]["overhead_bytes"] - data["peak_bytes"],
         "peak_tflops": 989.4,
     }
     text = (cluster.FOLDER / "h100.yaml").read_text()

@@ -17,6 +17,7 @@ from moefw.compose.spec.source import Marks, key_path, read_yaml
 from moefw.core.errors import MoefwError
 from moefw.planner.cluster import Cluster
 from moefw.planner.data_files import read_file
+from moefw.planner.overhead import left_bytes
 from moefw.planner.report import Ledger
 from moefw.planner.time.figures import figures
 from moefw.planner.time.forecast import Forecast
@@ -149,7 +150,8 @@ def _generation(cluster: Cluster) -> str | None:
 def _all_fits(plan: Ledger, cluster: Cluster) -> bool:
     """Whether a plan fits that keeps all on the GPU: what passes in flight save, and the optimizer's states."""
     dropped = plan.in_flight * (plan.totals["without_policies"] - plan.totals["saved"]) + plan.held.host
-    return plan.peak_bytes is not None and plan.peak_bytes + dropped <= cluster.memory_bytes
+    left = left_bytes(cluster, plan)
+    return left is not None and dropped <= left
 
 
 def overrides(changes: Sequence[Change], assembly: Assembly) -> tuple[str, ...] | None:

@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import PlanError
 from moefw.planner.cluster import Cluster
+from moefw.planner.overhead import fits
 from moefw.planner.report import Ledger, Position, Work
 from moefw.planner.time import likeness, software
 from moefw.planner.time.costs import Costs, Shapes, is_attention
@@ -100,7 +101,7 @@ class Forecast:
             "extrapolated": list(self.bar.extrapolated),
             "checked_steps": self.bar.checked,
             "memory_bytes": dict(self.memory_bytes),
-            "fits": self.plan.peak_bytes is not None and self.plan.peak_bytes <= self.cluster.memory_bytes,
+            "fits": fits(self.cluster, self.plan),
             "wire_bytes": dict(self.wire_bytes),
             "exposed_communication_fraction": self.told.exposed_s / step,
             "pipeline_bubble_fraction": self.told.bubble_s / step,
