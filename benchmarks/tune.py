@@ -55,7 +55,7 @@ The best is the first of the tied group: of what the error of a ratio cannot tel
 So it may be a little slower than the published layout. Both times of a row are predictions. The error bar of the best
 is that of [one prediction](time.md); ties are by the error of a ratio. States and recompute are those of the row's
 recipe, where its page does not say them ([`recipes.csv`](../benchmarks/published/recipes.csv)). moefw keeps fp32
-masters in any case.
+masters in any case, and counts [memory that is not for tensors](clusters.md#memory-that-is-not-for-tensors).
 """
 Found = Mapping[str, Any]
 
@@ -109,13 +109,16 @@ def searched(row: Row, candidates: int, cache: str, keep: Sequence[str] = ()) ->
         for name in keep:
             command += ["--keep", name]
         environment = {**os.environ, "MOEFW_CACHE": cache}
+        plan = [sys.executable, "-m", "moefw", "plan", str(spec), "--world", row["gpus"], "--json"]
+        held = json.loads(subprocess.run(plan, env=environment, capture_output=True, check=True).stdout)["held"]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if not told.stdout:
         raise RuntimeError(f"the search around {row['id']} ended without an answer: {told.stderr}")
     found: dict[str, Any] = json.loads(told.stdout)
-    return {**found, "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {**found, "cpu_s": cpu_s, "parameters_bytes": held["parameters"]}
 
 
 def page(found: Mapping[str, Found], rows: Mapping[str, Row]) -> Iterator[str]:
@@ -170,7 +173,8 @@ def _below(found: Found) -> float:
 def _verdict(found: Found) -> str:
     own = found["own"]
     if not own["fits"]:
-        return f"missed: {-own['left_bytes'] / GIB:.1f} GiB are missing"
+        masters = f"parameters, in fp32, take {found['parameters_bytes'] / GIB:.1f}"
+        return f"missed: {-own['left_bytes'] / GIB:.1f} GiB are missing; {masters}"
     below_group = own["below_tied_percent"]
     if not below_group:
         return "found: tied"

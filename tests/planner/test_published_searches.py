@@ -39,6 +39,7 @@ def found(own_s: float, *, left: int = 1 << 30, beyond_s: float | None = None) -
         "reasons": ["pp: why"],
         "counts": {"candidates": 2},
         "cpu_s": 1.0,
+        "parameters_bytes": 3 << 30,
         "beyond": beyond,
         "commit": "abc",
     }
@@ -50,7 +51,7 @@ def found(own_s: float, *, left: int = 1 << 30, beyond_s: float | None = None) -
         (found(1.05), "found: tied"),
         (found(1.08), "found: 1.9 % below the tied group"),
         (found(1.25), "missed: 15.2 % below the tied group"),
-        (found(1.0, left=-(2 << 30)), "missed: 2.0 GiB are missing"),
+        (found(1.0, left=-(2 << 30)), "missed: 2.0 GiB are missing; parameters, in fp32, take 3.0"),
         ({"ok": False, "problems": [{"what": "nothing fits.", "fix": None}]}, "missed: nothing fits"),
     ],
 )

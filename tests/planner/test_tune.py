@@ -64,13 +64,18 @@ def search_of(
     gib: float | None = None,
     runs: Software = Software(),  # noqa: B008 - it is frozen
     keep: tuple[str, ...] = (),
+    pipeline: Mapping[str, Any] | None = None,
 ) -> Search:
-    """Search around ``TREE``, with a schedule of a third party. ``gib``: memory of a GPU."""
+    """Search around ``TREE``, with a schedule of a third party. ``gib``: memory of a GPU.
+
+    ``pipeline``: the schedule of the spec itself.
+    """
+    tree = dict(TREE) if pipeline is None else {**TREE, "pipeline": pipeline}
     registry = Registry([SimpleNamespace(moefw_pipelines=hookimpl(lambda: [OfAnother]))])
 
     def resolve(settings: Settings, world: int) -> Assembly:
         return assemble_tree(
-            with_settings(dict(TREE), settings), Marks("spec"), defaults=defaults(), registry=registry, world=world
+            with_settings(tree, settings), Marks("spec"), defaults=defaults(), registry=registry, world=world
         )
 
     own = resolve({}, WORLD)
@@ -194,6 +199,45 @@ def test_what_is_kept_stays_and_what_is_named_varies_alone() -> None:
     assert {axis.name for axis in own.space.axes} - {axis.name for axis in kept.space.axes} == {"tp", "schedule"}
     kept.run(20, seed=0)
     assert all(("parallel", "dense", "tp") not in candidate.settings for candidate in kept.known.values())
+
+
+def steps_to(search: Search, pp: int, settings: Settings) -> Settings:
+    """Settings a step away with this pp."""
+    return next(
+        step for axis, step in search.steps_from(settings) if axis.name == "pp" and step[PP] == pp and step[EP] == 4
+    )
+
+
+def test_stages_that_a_spec_spells_out_are_those_of_its_own_pp() -> None:
+    even = {"use": "interleaved", "chunks": 2, "merged": False}
+    spelled = {**even, "layout": "Et|t|t|tL"}
+    search = search_of(("layout", "schedule"), pipeline=spelled)
+    own = search.space.own
+    assert search.look(own).label.endswith("interleaved chunks 2 with the spec's stages")
+    narrower = steps_to(search, 1, own)
+    assert narrower[PIPELINE] == even
+    assert search.look(narrower).told is not None
+    assert steps_to(search, 2, narrower)[PIPELINE] == even
+    schedules = [step[PIPELINE] for axis, step in search.steps_from(own) if axis.kind == "schedule"]
+    assert even in schedules, "the same schedule with layers spread evenly"
+    kept = search_of(("layout",), keep=("schedule",), pipeline=spelled)
+    narrower = steps_to(kept, 1, kept.space.own)
+    assert narrower[PIPELINE] == even
+    assert steps_to(kept, 2, narrower) == kept.space.own, "the schedule is kept with its stages"
+
+
+def test_a_step_to_another_pp_takes_a_schedule_that_goes_with_it() -> None:
+    merged = {"use": "interleaved", "chunks": 2, "merged": True}
+    search = search_of(("layout", "schedule"), pipeline=merged)
+    own = search.space.own
+    alone = steps_to(search, 1, own)
+    assert alone[PIPELINE] == {"use": "merged"}, "interleaved merges passes of several stages"
+    assert steps_to(search, 2, alone)[PIPELINE] == merged
+    assert steps_to(search, 4, own)[PIPELINE]["use"] == "1f1b", "4 layers are not 8 stages, and none of 4 merges passes"
+    kept = search_of(("layout",), keep=("schedule",), pipeline=merged)
+    refused = kept.look(steps_to(kept, 1, kept.space.own))
+    assert refused.outcome == "refused by check"
+    assert "without pp" in refused.problems[0]
 
 
 def test_parts_that_the_software_lacks_are_refused_and_counted() -> None:

@@ -25,7 +25,7 @@ TIMES: Final = (2, 4, 8, 16, 32)
 def reasons(search: Search, best: Candidate) -> Iterator[str]:
     """Yield a line for each axis: the best other candidate a step away on it, and why it is not the best one."""
     by_axis: dict[str, list[Candidate]] = {}
-    for axis, settings in search.space.steps_from(best.settings):
+    for axis, settings in search.steps_from(best.settings):
         known = search.known_at(settings)
         if known is not None:
             by_axis.setdefault(axis.name, []).append(known)

@@ -18,6 +18,7 @@ from attrs import define, field, frozen
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import MoefwError
 from moefw.planner.cluster import Cluster
+from moefw.planner.overhead import left_bytes
 from moefw.planner.report import Ledger
 from moefw.planner.time.forecast import Forecast, forecast, lacks
 from moefw.planner.time.software import Implementation, Software, implementation
@@ -31,6 +32,8 @@ WEIGHT_OF_MISSING: Final = 3.0
 """How many times slower a candidate counts whose peak is twice a GPU's memory."""
 LATER: Final = 1.05
 """How many times slower a candidate counts whose next steps need excerpts of their own, which take seconds each."""
+STARTS: Final = 6
+"""One of so many candidates is where a search starts: at the spec, or at a layout of pp and ep alone."""
 BESIDE_WORLD: Final = (("pp", "tp", "cp"), ("pp", "ep", "etp"))
 """Axes whose product divides the ranks."""
 
@@ -76,8 +79,9 @@ class Search:
                 if candidate.told is not None:
                     heapq.heappush(heap, (self._weight(candidate), len(self.known), key, True))
 
-        for settings in (own, *others[: count // 3]):
-            look(settings)
+        look(own)
+        for settings in others[: count // STARTS]:
+            look(self._with_schedule(settings, self.space.own))
         while heap and len(self.known) < count:
             weight, number, key, is_first = heapq.heappop(heap)
             steps = [settings for axis, settings in self._steps(self.known[key]) if _needs_no_excerpt(axis) is is_first]
@@ -89,10 +93,36 @@ class Search:
 
     def _steps(self, candidate: Candidate) -> Iterator[tuple[AnyAxis, Settings]]:
         """Yield steps that may be faster: policies only make what does not fit, and leaving them out what does."""
-        for axis, settings in self.space.steps_from(candidate.settings):
+        for axis, settings in self.steps_from(candidate.settings):
             adds = len(str(settings.get(MEMORY))) > len(str(candidate.settings.get(MEMORY)))
             if axis.kind != "memory" or adds is not candidate.fits:
                 yield axis, settings
+
+    def steps_from(self, settings: Settings) -> Iterator[tuple[AnyAxis, Settings]]:
+        """Yield settings a step away, with the axis of the step. With another pp, the schedule may be another, too."""
+        for axis, step in self.space.steps_from(settings):
+            yield axis, self._with_schedule(step, settings) if axis.name == "pp" else step
+
+    def _with_schedule(self, settings: Settings, before: Settings) -> Settings:
+        """Settings of another pp than ``before``, with a schedule that goes with it.
+
+        Their own, if ``check`` accepts it. Else one that merges passes as before, if there is any, and of these that
+        with most nearly as many stages a rank.
+        """
+        if not self._divides(settings) or isinstance(self._assembled(settings), Assembly):
+            return settings
+        own = self.resolve(before, self.where.world).parts.pipeline
+        accepted = [
+            (other, found.parts.pipeline)
+            for other in self.space.other_schedules(settings)
+            if isinstance(found := self._assembled(other), Assembly)
+        ]
+        if not accepted:
+            return settings
+        nearest, _ = min(
+            accepted, key=lambda each: (each[1].merges is not own.merges, abs(each[1].chunks - own.chunks))
+        )
+        return nearest
 
     def look(self, settings: Settings) -> Candidate:
         """Candidate of settings, with its time and peak, or why it is none."""
@@ -142,19 +172,13 @@ class Search:
 
     def _look(self, settings: Settings) -> Candidate:
         label = self.space.label(settings)
-        # Before anything is resolved: some schedules take a second to import.
-        absent = [*self._software.lacks_named(_chosen(settings))]
+        assembly = self._assembled(settings)
+        if isinstance(assembly, Candidate):
+            return assembly
         try:
-            if not absent:
-                assembly = self.resolve(settings, self.where.world)
-                absent = [*self._software.lacks(assembly)]
-            if absent:
-                problems = tuple(f"{self.where.runs.implementation} has no {part}." for part in absent)
-                return Candidate(settings=settings, label=label, problems=problems, problems_are=NOT_IN_SOFTWARE)
             measured = self.excerpts.of(settings, assembly)
         except MoefwError as error:
-            problems = tuple(" ".join(problem.what.split()) for problem in error.problems)
-            return Candidate(settings=settings, label=label, problems=problems, problems_are=REFUSED)
+            return self._refused(settings, error)
         if measured.excerpt.unknown:
             return Candidate(settings=settings, label=label, problems=(measured.excerpt.unknown,))
         ledger = Composer.of(assembly, measured.excerpt, measured.kinds).ledger()
@@ -164,12 +188,31 @@ class Search:
             return Candidate(settings=settings, label=label, problems=(problem,))
         return self._candidate(settings, assembly, ledger, self._forecast(assembly, ledger))
 
+    def _assembled(self, settings: Settings) -> Assembly | Candidate:
+        """Assembly of settings, or the candidate that says why there is none."""
+        # Before anything is resolved: some schedules take a second to import.
+        absent = [*self._software.lacks_named(_chosen(settings))]
+        try:
+            if not absent:
+                assembly = self.resolve(settings, self.where.world)
+                absent = [*self._software.lacks(assembly)]
+        except MoefwError as error:
+            return self._refused(settings, error)
+        if not absent:
+            return assembly
+        problems = tuple(f"{self.where.runs.implementation} has no {part}." for part in absent)
+        label = self.space.label(settings)
+        return Candidate(settings=settings, label=label, problems=problems, problems_are=NOT_IN_SOFTWARE)
+
+    def _refused(self, settings: Settings, error: MoefwError) -> Candidate:
+        problems = tuple(" ".join(problem.what.split()) for problem in error.problems)
+        return Candidate(settings=settings, label=self.space.label(settings), problems=problems, problems_are=REFUSED)
+
     def _forecast(self, assembly: Assembly, ledger: Ledger) -> Forecast:
         where = self.where
         return forecast(assembly, ledger, where.cluster, where.name, where.runs, skew=where.skew)
 
     def _candidate(self, settings: Settings, assembly: Assembly, ledger: Ledger, told: Forecast) -> Candidate:
-        peak = ledger.peak_bytes
         sizes = assembly.layout.sizes
         dimensions = sum(sizes.get(axis, 1) > 1 for axis in ("pp", "tp", "cp", "ep", "etp"))
         return Candidate(
@@ -177,8 +220,8 @@ class Search:
             label=self.space.label(settings),
             told=told.told,
             inputs=told.inputs,
-            peak_bytes=peak,
-            left_bytes=None if peak is None else self.where.cluster.memory_bytes - peak,
+            peak_bytes=ledger.peak_bytes,
+            left_bytes=left_bytes(self.where.cluster, ledger),
             position=ledger.position,
             complexity=dimensions + len(assembly.parts.memory) + assembly.parts.pipeline.chunks,
             sizes=dict(sizes),

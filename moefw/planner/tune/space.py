@@ -16,6 +16,7 @@ from attrs import frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.registry import RegisteredPlugin
+from moefw.compose.spec.source import KeyPath
 from moefw.core.plugin import OPTIMIZER, OptimizerMemoryPolicyPlugin
 from moefw.planner.tune.settings import (
     AXES,
@@ -27,6 +28,7 @@ from moefw.planner.tune.settings import (
     Settings,
     axes_of,
     options_called,
+    pipeline_of,
 )
 
 KINDS: Final = ("layout", "sharding", "schedule", "micro-batch", "memory", "dispatcher", "precision")
@@ -40,6 +42,8 @@ DOUBLINGS: Final = 3
 CHOICES: Final = ("schedule", "dispatcher", "precision")
 """Axes whose values are parts; the first is the spec's own."""
 SHARDING: Final = ("shard", "expert_shard", "zero")
+STAGES: Final = "layout"
+"""Option of a schedule that says what each stage holds, and by that how many stages there are."""
 
 
 @frozen
@@ -129,16 +133,24 @@ AnyAxis = Axis | Policies
 
 @frozen
 class Space:
-    """Axes, and the settings of the spec itself."""
+    """Axes, the settings of the spec itself, and the place of pp."""
 
     axes: tuple[AnyAxis, ...]
     own: Settings
+    pp: KeyPath
 
     def steps_from(self, settings: Settings) -> Iterator[tuple[AnyAxis, Settings]]:
         """Yield settings a step away, with the axis of the step."""
         for axis in self.axes:
             for value in axis.steps_from(settings):
-                yield axis, {**settings, **value.settings}
+                yield axis, self._with_own_stages({**settings, **value.settings})
+
+    def other_schedules(self, settings: Settings) -> Iterator[Settings]:
+        """Yield settings with each other schedule, if schedules vary."""
+        for axis in self.axes:
+            if axis.kind == "schedule":
+                for value in axis.steps_from(settings):
+                    yield self._with_own_stages({**settings, **value.settings})
 
     def label(self, settings: Settings) -> str:
         """Settings in words, on the axes."""
@@ -151,7 +163,15 @@ class Space:
         layout = {axis.name: axis for axis in self.axes if isinstance(axis, Axis) and axis.kind == "layout"}
         plain = {path: value for axis in layout.values() for path, value in axis.values[0].settings.items()}
         for pp, ep in product(*(layout[name].values if name in layout else () for name in ("pp", "ep"))):
-            yield {**self.own, **plain, **pp.settings, **ep.settings}
+            yield self._with_own_stages({**self.own, **plain, **pp.settings, **ep.settings})
+
+    def _with_own_stages(self, settings: Settings) -> Settings:
+        """Settings that spell out the spec's stages at the spec's pp alone: with another one, there are others."""
+        varies = any(axis.kind == "schedule" for axis in self.axes)
+        schedule = settings[PIPELINE] if varies else self.own[PIPELINE]
+        if settings.get(self.pp) != self.own.get(self.pp):
+            schedule = _evenly(schedule)
+        return {**settings, PIPELINE: schedule}
 
 
 def space_of(
@@ -179,10 +199,11 @@ def space_of(
         _choices(assembly, parts, "precision", "precision", PRECISION, varies=False),
     ]
     axes = tuple(axis for axis in every if varies(axis.kind, axis.name))
-    settings = dict(own)
+    settings = {**own, PIPELINE: _own_choice(assembly, PIPELINE)}
     for axis in axes:
         settings.update(_own_of(axis, assembly))
-    return Space(axes, settings)
+    pp, _ = pipeline_of(assembly)
+    return Space(axes, settings, pp)
 
 
 def _own_of(axis: AnyAxis, assembly: Assembly) -> Settings:
@@ -238,8 +259,12 @@ def _choices(
     assembly: Assembly, parts: Sequence[RegisteredPlugin], kind: str, registered: str, path: Any, *, varies: bool
 ) -> Axis:
     """Axis of the parts of a kind. ``varies``: also in options that have a default."""
-    own = {key: value for key, value in assembly.resolved()[path[0]].items() if value is not None}
+    own = _own_choice(assembly, path)
     values = [Value(_label(own), {path: own})]
+    if path == PIPELINE and STAGES in own:
+        even = _evenly(own)
+        # Stages that are spelled out are too long for a line.
+        values = [Value(f"{_label(even)} with the spec's stages", {path: own}), Value(_label(even), {path: even})]
     for part in parts:
         if part.kind != registered:
             continue
@@ -248,6 +273,17 @@ def _choices(
             if not (choice.items() <= own.items()):
                 values.append(Value(_label(choice), {path: choice}))
     return Axis(kind, kind, tuple(values), is_ordered=False)
+
+
+def _own_choice(assembly: Assembly, path: KeyPath) -> dict[str, Any]:
+    """Part that the spec chooses in a section, with its options."""
+    section: Any = assembly.resolved()[str(path[0])]
+    return {key: value for key, value in section.items() if value is not None}
+
+
+def _evenly(schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """Schedule without its own stages: layers are spread evenly."""
+    return {key: value for key, value in schedule.items() if key != STAGES}
 
 
 def _label(choice: Mapping[str, Any]) -> str:
