@@ -91,6 +91,7 @@ PARTS: Mapping[str, Part] = {
     "triton-gemm": kernels("expert_gemm", some="they_declare or is_refused"),
     "products": kernels("grouped_gemm", "fused_quantize", some="cannot_be_multiplied"),
     "dispatchers": script("one_rank", small=()),
+    "overhead": script("gpu_overhead", small=()),
     "layers": script("fp8_layer"),
     "quickstart": quickstart(),
     "quickstart-fp8": quickstart(FP8, small=["precision.backend=emulate"]),
