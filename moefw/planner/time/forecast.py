@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Container, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any, Final
 
 from attrs import evolve, frozen
@@ -36,8 +36,7 @@ ONCE: Final = ("once", "gradients", "optimizer")
 class Forecast:
     """The time of a step. ``bar``: how wrong it may be. ``wire_bytes``: sent by a rank in a step, by link.
 
-    ``inputs``: what of it published rows are like or unlike in. ``processor_s``: what a rank that computes in threads
-    takes of processors in a step, in seconds, the mean over pp; None: unknown.
+    ``inputs``: what of it published rows are like or unlike in. ``rehearsed``: the rehearsal on another cluster.
     """
 
     plan: Ledger
@@ -49,7 +48,16 @@ class Forecast:
     bar: Bar
     tokens: int
     wire_bytes: Mapping[str, int]
-    processor_s: float | None = None
+    rehearsed: Callable[[Cluster], Rehearsal]
+
+    @cached_property
+    def processor_s(self) -> float | None:
+        """Seconds of processors that a rank in threads takes in a step, the mean over pp; None: unknown."""
+        processors = self.cluster.without_waits
+        if processors is None:
+            return None
+        busy = told(self.rehearsed(processors), self.scale)
+        return busy.step_s - busy.bubble_s
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -204,8 +212,6 @@ def forecast(
     rehearsal = rehearsed(cluster)
     scale = Scale.of(fitted(), cluster, figures(), plan.world)
     step = told(rehearsal, scale)
-    processors = cluster.without_waits
-    busy = None if processors is None else told(rehearsed(processors), scale)
     busiest = next(position for position in plan.positions if step.busiest in position.at)
     inputs = _inputs(assembly, plan, cluster_name, runs, shapes)
     return Forecast(
@@ -218,7 +224,7 @@ def forecast(
         bar=_bar(inputs, cluster),
         tokens=assembly.spec.train.tokens_per_step,
         wire_bytes=_wire(busiest, plan.micro_batches),
-        processor_s=None if busy is None else busy.step_s - busy.bubble_s,
+        rehearsed=rehearsed,
     )
 
 
