@@ -209,11 +209,16 @@ def _show(search: Search, best: Candidate, told: Forecast, group: Sequence[Candi
     ]
     head = ("step s", "% slower", "tokens/s a GPU", "GiB left", "settings")
     print_table(Console(markup=False, highlight=False), head, rows)
-    click.echo(
-        f"\n{len(group)} candidates are within the error of a ratio of the fastest, which is "
-        f"{100 * error_of_ratio(held_out()).share:.0f} %, and more if it alone is unlike published rows: they are "
-        "tied, and in the order of memory left, then simplicity"
+    error = (
+        "within the error of a ratio of the fastest, which is "
+        f"{100 * error_of_ratio(held_out()).share:.0f} %, and more if it alone is unlike published rows"
     )
+    if len(group) == 1:
+        click.echo(f"\nno other candidate is {error}")
+    else:
+        click.echo(
+            f"\n{len(group)} candidates are {error}: they are tied, and in the order of memory left, then simplicity"
+        )
     click.echo(
         f"the first, planned whole: a step takes {told.told.step_s:.4g} s, give or take {told.bar.percent:.0f} %: "
         f"{told.model_tflops_per_gpu:.0f} TFLOPS a GPU, {told.told.bound_by} take longest"
