@@ -59,6 +59,7 @@ class Search:
     excerpts: Excerpts
     said: Callable[[Candidate], None] = lambda _: None
     known: dict[str, Candidate] = field(factory=dict)
+    _scheduled: dict[str, Settings] = field(factory=dict)
     _software: Implementation = field(init=False)
 
     @_software.default
@@ -104,12 +105,18 @@ class Search:
             yield axis, self._with_schedule(step, settings) if axis.name == "pp" else step
 
     def _with_schedule(self, settings: Settings, before: Settings) -> Settings:
-        """Settings of another pp than ``before``, with a schedule that goes with it.
+        """Settings of another pp than ``before``, which have its schedule, with one that goes with their pp."""
+        key = key_of(settings)
+        if key not in self._scheduled:
+            self._scheduled[key] = self._nearest_schedule(settings, before) if self._divides(settings) else settings
+        return self._scheduled[key]
 
-        Their own, if ``check`` accepts it. Else one that merges passes as before, if there is any, and of these that
-        with most nearly as many stages a rank.
+    def _nearest_schedule(self, settings: Settings, before: Settings) -> Settings:
+        """Settings with their own schedule, if ``check`` accepts it.
+
+        Else with one that merges passes as before, if there is any, and of these with most nearly as many stages.
         """
-        if not self._divides(settings) or isinstance(self._assembled(settings), Assembly):
+        if isinstance(self._assembled(settings), Assembly):
             return settings
         own = self.resolve(before, self.where.world).parts.pipeline
         accepted = [
