@@ -25,7 +25,7 @@ from moefw.planner.time.software import Implementation, Software, implementation
 from moefw.planner.tune.candidates import NOT_IN_SOFTWARE, OUTCOMES, REFUSED, Candidate
 from moefw.planner.tune.compose import Composer
 from moefw.planner.tune.excerpts import Excerpts, Resolve
-from moefw.planner.tune.settings import MEMORY, Settings
+from moefw.planner.tune.settings import MEMORY, PIPELINE, Settings
 from moefw.planner.tune.space import AnyAxis, Space
 
 WEIGHT_OF_MISSING: Final = 3.0
@@ -60,6 +60,8 @@ class Search:
     said: Callable[[Candidate], None] = lambda _: None
     known: dict[str, Candidate] = field(factory=dict)
     _scheduled: dict[str, Settings] = field(factory=dict)
+    _assemblies: dict[str, Assembly | Candidate] = field(factory=dict)
+    """Those that were looked for before their candidate is looked at."""
     _software: Implementation = field(init=False)
 
     @_software.default
@@ -114,22 +116,20 @@ class Search:
     def _nearest_schedule(self, settings: Settings, before: Settings) -> Settings:
         """Settings with their own schedule, if ``check`` accepts it.
 
-        Else with one that merges passes as before, if there is any, and of these with most nearly as many stages.
+        Else with one that merges passes as before, or with any; of these with most nearly as many stages a rank.
         """
         if isinstance(self._assembled(settings), Assembly):
             return settings
         own = self.resolve(before, self.where.world).parts.pipeline
-        accepted = [
-            (other, found.parts.pipeline)
-            for other in self.space.other_schedules(settings)
-            if isinstance(found := self._assembled(other), Assembly)
-        ]
-        if not accepted:
-            return settings
-        nearest, _ = min(
-            accepted, key=lambda each: (each[1].merges is not own.merges, abs(each[1].chunks - own.chunks))
-        )
-        return nearest
+        others = sorted(self.space.other_schedules(settings), key=lambda other: abs(_chunks(other) - own.chunks))
+        accepted = []
+        for other in others:
+            found = self._assembled(other)
+            if isinstance(found, Assembly):
+                if found.parts.pipeline.merges is own.merges:
+                    return other
+                accepted.append(other)
+        return next(iter(accepted), settings)
 
     def look(self, settings: Settings) -> Candidate:
         """Candidate of settings, with its time and peak, or why it is none."""
@@ -180,6 +180,7 @@ class Search:
     def _look(self, settings: Settings) -> Candidate:
         label = self.space.label(settings)
         assembly = self._assembled(settings)
+        del self._assemblies[key_of(settings)]
         if isinstance(assembly, Candidate):
             return assembly
         try:
@@ -197,6 +198,12 @@ class Search:
 
     def _assembled(self, settings: Settings) -> Assembly | Candidate:
         """Assembly of settings, or the candidate that says why there is none."""
+        key = key_of(settings)
+        if key not in self._assemblies:
+            self._assemblies[key] = self._assemble(settings)
+        return self._assemblies[key]
+
+    def _assemble(self, settings: Settings) -> Assembly | Candidate:
         # Before anything is resolved: some schedules take a second to import.
         absent = [*self._software.lacks_named(_chosen(settings))]
         try:
@@ -248,6 +255,12 @@ class Search:
             if self.where.world % product:
                 return False
         return True
+
+
+def _chunks(settings: Settings) -> int:
+    """Stages a rank that the options of a schedule say; 1 if they say none."""
+    chunks: int = settings[PIPELINE].get("chunks", 1)
+    return chunks
 
 
 def _chosen(settings: Settings) -> Mapping[str, Sequence[str]]:
