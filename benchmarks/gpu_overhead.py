@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 import record
+from moefw.planner.cluster import GIB
 from moefw.planner.overhead import figures
 from moefw_kernels.swiglu import weighted_swiglu
 from timing import device_to_measure
 
-GIB = 2**30
 ROWS = 256
 
 

@@ -97,7 +97,8 @@ def _best_of(found: Found) -> Found | None:
 def searched(row: Row, candidates: int, cache: str, keep: Sequence[str] = ()) -> dict[str, Any]:
     """What a search around a row says, and the processor seconds that it took.
 
-    ``cache``: the folder of its cache. ``keep``: what does not vary.
+    ``cache``: the folder of its cache. ``keep``: what does not vary. ``parameters_bytes``: of the rank of the row's
+    layout that needs most memory.
     """
     with tempfile.TemporaryDirectory() as folder:
         spec, software = Path(folder) / "spec.yaml", Path(folder) / "software.yaml"
@@ -173,8 +174,8 @@ def _below(found: Found) -> float:
 def _verdict(found: Found) -> str:
     own = found["own"]
     if not own["fits"]:
-        masters = f"parameters, in fp32, take {found['parameters_bytes'] / GIB:.1f}"
-        return f"missed: {-own['left_bytes'] / GIB:.1f} GiB are missing; {masters}"
+        parameters = f"parameters, in fp32, take {found['parameters_bytes'] / GIB:.1f}"
+        return f"missed: {-own['left_bytes'] / GIB:.1f} GiB are missing; {parameters}"
     below_group = own["below_tied_percent"]
     if not below_group:
         return "found: tied"

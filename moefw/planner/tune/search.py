@@ -60,8 +60,9 @@ class Search:
     said: Callable[[Candidate], None] = lambda _: None
     known: dict[str, Candidate] = field(factory=dict)
     _scheduled: dict[str, Settings] = field(factory=dict)
+    """Settings with a schedule that goes with their pp, by the key of those without."""
     _assemblies: dict[str, Assembly | Candidate] = field(factory=dict)
-    """Those that were looked for before their candidate is looked at."""
+    """What was resolved, by key, until its candidate is looked at: a schedule is tried before that."""
     _software: Implementation = field(init=False)
 
     @_software.default
@@ -204,6 +205,7 @@ class Search:
         return self._assemblies[key]
 
     def _assemble(self, settings: Settings) -> Assembly | Candidate:
+        """The same, resolved anew."""
         # Before anything is resolved: some schedules take a second to import.
         absent = [*self._software.lacks_named(_chosen(settings))]
         try:
@@ -219,6 +221,7 @@ class Search:
         return Candidate(settings=settings, label=label, problems=problems, problems_are=NOT_IN_SOFTWARE)
 
     def _refused(self, settings: Settings, error: MoefwError) -> Candidate:
+        """Candidate that ``check`` refuses, with every problem."""
         problems = tuple(" ".join(problem.what.split()) for problem in error.problems)
         return Candidate(settings=settings, label=self.space.label(settings), problems=problems, problems_are=REFUSED)
 
