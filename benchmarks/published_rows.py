@@ -22,6 +22,7 @@ from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.software import Implementation, Region, Software, implementation
 from moefw.planner.time.step import Rehearsal, Told, rehearse, told
 from moefw.plugins.pipelines.interleaved import Interleaved
+from moefw.plugins.pipelines.merged import Merged
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
 from moefw.runtime.pipeline.timeline import one_by_one
 
@@ -51,6 +52,8 @@ WITHOUT_FSDP: Final = ("", "no", "0", "false")
 GATHERED_FOR_A_STEP: Final = "automodel"
 """The stack whose recipes keep weights gathered for a step."""
 STACKS_OF_2025: Final = ("mcore25", "nemo25", "folding")
+FEWEST_CHUNKS: Final = 2
+"""Of a row with pp and overlap of expert transfers, which Megatron has with interleaved stages alone."""
 ONE_LAYER_A_CHUNK: Final = "folding"
 """Rows whose chunks are not printed. The paper's schedule is Megatron's interleaved one."""
 RECOMPUTED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -70,6 +73,8 @@ RECOMPUTED: Final[Mapping[str, tuple[str, ...]]] = {
 ``full`` is whole layers.
 """
 RECIPES: Final = Path(__file__).parent / "published" / "recipes.csv"
+FP8_HEAD: Final = "fp8_head"
+"""What a recipe turns on of its software, that no page says."""
 STATES: Final = "optimizer states"
 """What a row offloads that is no module."""
 
@@ -146,6 +151,7 @@ class Row:
             ep_overlap=(self["ep_overlap"] or self.overlap) == "true",
             fused_grouped_mlp="fused grouped MLP" in known or (is_full and not says),
             fp8_attention="fp8 attention" in known or (is_full and not says and self.is_narrow),
+            fp8_head=FP8_HEAD in self.recipe.get("on", ""),
             tensor_scales=self["precision"] == "fp8",
             offload=tuple(module for module in self.offload if module != STATES),
         )
@@ -168,6 +174,8 @@ class Row:
         chunks = self.number("vpp")
         if self["stack"] == ONE_LAYER_A_CHUNK and not self["vpp"] and pp > 1:
             chunks = self.sizes.layers // pp
+        elif pp > 1 and self.software.ep_overlap:
+            chunks = max(chunks, FEWEST_CHUNKS)
         return Layout(
             gpus=self.number("gpus"),
             tp=self.number("tp"),
@@ -257,11 +265,11 @@ class Row:
     def order(self, count: int) -> Order:
         """Schedule of a step of so many micro-batches."""
         layout = self.layout
+        merged = bool(self.software.ep_overlap)
         if layout.pp == 1:
-            return [one_by_one(count)]
+            return Merged().order(1, count) if merged else [one_by_one(count)]
         if layout.chunks == 1:
             return OneForwardOneBackward().order(layout.pp, count)
-        merged = bool(self.software.ep_overlap)
         return Interleaved(chunks=layout.chunks, merged=merged).order(layout.pp, count)
 
     def rehearsal(self, predictor: Predictor) -> Rehearsal:

@@ -36,7 +36,9 @@ def spec_of(row: Row) -> dict[str, Any]:
     sharded = {"shard": "all", "zero": layout.zero}
     merged = bool(row.software.ep_overlap)
     pipeline: dict[str, Any] = {"use": "1f1b"}
-    if layout.pp > 1 and layout.chunks > 1:
+    if layout.pp == 1 and merged:
+        pipeline = {"use": "merged"}
+    elif layout.pp > 1 and layout.chunks > 1:
         pipeline = {"use": "interleaved", "chunks": layout.chunks, "merged": merged}
     if layout.pp > 1:
         stages = ("".join(LETTERS[unit] for unit in stage) for stage in stages_of(row.sizes, layout))

@@ -77,7 +77,8 @@ def test_states_gradients_and_recompute_are_those_of_the_recipe() -> None:
     deepseek = spec_of(ROWS["p018"])
     assert deepseek["memory"] == [{"use": "optimizer-bf16"}]
     assert deepseek["train"]["main_gradients"] == "bfloat16"
-    assert spec_of(ROWS["p142"])["train"]["main_gradients"] == "float32"
+    assert spec_of(ROWS["p142"])["train"]["main_gradients"] == "bfloat16"
+    assert spec_of(ROWS["p109"])["train"]["main_gradients"] == "float32"
     recompute, states = spec_of(ROWS["p142"])["memory"]
     assert {"attention", "experts", "dispatch"} <= set(recompute["regions"])
     assert states == {"use": "optimizer-bf16"}

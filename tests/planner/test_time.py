@@ -38,6 +38,7 @@ from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.software import Software
 from moefw.planner.time.step import BESIDE, Passes, Rehearsal, Told, rehearse, told
 from moefw.plugins.pipelines.interleaved import Interleaved
+from moefw.plugins.pipelines.merged import Merged
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
 from moefw.runtime.pipeline.timeline import one_by_one, timeline
 from published_rows import Predictor, read
@@ -182,11 +183,12 @@ def test_a_schedule_as_a_graph_ends_when_its_timeline_does(
     expected = timeline(order, lambda action: cost(action.kind, action.stage))
     played = Played.of(order)
     durations = [sum(cost(*each) for each in kinds) for _, kinds in played.kinds]
-    assert played.end(durations, 0.0) == pytest.approx(max(entries[-1][1] for entries in expected))
-    assert played.end(durations, 0.5) > played.end(durations, 0.0)
+    at_once, later = ([way] * len(durations) for way in (0.0, 0.5))
+    assert played.end(durations, at_once) == pytest.approx(max(entries[-1][1] for entries in expected))
+    assert played.end(durations, later) > played.end(durations, at_once)
     steady = Steady.of(lambda count: Played.of(pipeline.order(ranks, count)), ranks, micro_batches)
-    assert steady.end(lambda _, kinds: sum(cost(*each) for each in kinds), 0.0) == pytest.approx(
-        played.end(durations, 0.0)
+    assert steady.end(lambda key: sum(cost(*each) for each in key[1]), lambda key: 0.0) == pytest.approx(
+        played.end(durations, at_once)
     )
 
 
@@ -199,7 +201,7 @@ def test_a_long_step_is_as_long_as_its_timeline_although_few_micro_batches_are_p
     steady = Steady.of(lambda count: Played.of(pipeline.order(4, count)), 4, 64)
     assert steady.longer is not None
     expected = timeline(pipeline.order(4, 64), lambda action: cost(action.kind, action.stage))
-    told_end = steady.end(lambda _, kinds: sum(cost(*each) for each in kinds), 0.0)
+    told_end = steady.end(lambda key: sum(cost(*each) for each in key[1]), lambda key: 0.0)
     assert told_end == pytest.approx(max(entries[-1][1] for entries in expected))
 
 
@@ -244,7 +246,7 @@ def rehearsed(
 
     def order(count: int) -> Order:
         if pp == 1:
-            return [one_by_one(count)]
+            return Merged().order(1, count) if runs.ep_overlap else [one_by_one(count)]
         return Interleaved(chunks=chunks, merged=bool(runs.ep_overlap)).order(pp, count)
 
     return rehearse(
@@ -385,6 +387,46 @@ def test_overlap_hides_no_more_than_what_it_runs_beside() -> None:
     )
     told_slow = step(slow, runs=both)
     assert told_slow.step_s > told_slow.categories["expert transfers"]
+
+
+def test_the_first_forward_and_the_last_backward_of_one_stage_hide_no_transfers() -> None:
+    one_stage = evolve(MODEL, layout=evolve(LAYOUT, pp=1, chunks=1))
+    runs = Software(implementation="megatron", graphs="full", ep_overlap=True)
+    few, more = (step(H100, runs=runs, model=one_stage, micro_batches=count) for count in (4, 8))
+    of_one = few.categories["expert transfers"] / 4
+    in_pairs = (more.exposed_s - few.exposed_s) / 4
+    assert 0 < in_pairs < 0.5 * of_one
+    # What a step of one micro-batch more has in pairs adds as much again: the rest ran without a partner.
+    assert few.exposed_s - 4 * in_pairs == pytest.approx(of_one - in_pairs, rel=0.02)
+    assert few.bubble_s == 0
+
+
+GB300 = cluster.read("gb300")
+BETWEEN_RACKS = evolve(MODEL, layout=evolve(LAYOUT, gpus=1024, ep=32, node_gpus=64))
+"""Stages are in different racks of GB300, and the ranks of experts in one."""
+
+
+def test_pairs_send_beside_their_last_kernels_where_rows_of_experts_take_another_link() -> None:
+    runs = Software(implementation="megatron", graphs="full", ep_overlap=True)
+    apart = rehearsed(GB300, runs=runs, model=BETWEEN_RACKS)
+    assert apart.way > 0
+    assert apart.way_of_pairs == 0
+    scale = Scale.of(fitted(), GB300, figures())
+    assert told(apart, scale).step_s < told(evolve(apart, way_of_pairs=apart.way), scale).step_s
+    ours = rehearsed(GB300, runs=evolve(runs, implementation="moefw"), model=BETWEEN_RACKS)
+    beside_rows = rehearsed(H100, runs=runs)
+    for waits in (ours, beside_rows):
+        assert waits.way_of_pairs == waits.way > 0
+
+
+def test_a_head_in_8_bits_is_faster_and_nothing_else_is() -> None:
+    runs = Software(implementation="megatron", graphs="full", ep_overlap=False)
+    wide, narrow = (rehearsed(GB300, runs=evolve(runs, fp8_head=value), model=BETWEEN_RACKS) for value in (False, True))
+    last = wide.passes[-1].outside_forward, narrow.passes[-1].outside_forward
+    assert last[1].products < 0.6 * last[0].products
+    assert last[1].passes > last[0].passes, "what is read is quantized"
+    for before, after in zip(wide.passes, narrow.passes, strict=True):
+        assert (after.forward, after.backward) == (before.forward, before.backward)
 
 
 def test_skewed_routing_is_slower_than_forced_balance_and_only_where_experts_are() -> None:
@@ -630,8 +672,12 @@ def test_software_is_a_file(tmp_path: Path) -> None:
     assert software.read(str(file)) == Software(
         implementation="megatron", graphs=("attn", "moe_router"), ep_overlap=True, fp8_attention=True
     )
-    data = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)
+    in_pairs = ("pipeline={use: merged}", "train.micro_batch=2")
+    data = json.loads(run(*in_pairs, "--cluster", "h100", "--as", str(file), "--json").output)
     assert data["ok"]
+    (alone,) = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)["problems"]
+    assert "and 1f1b runs no pass beside another" in alone["what"]
+    assert "pipeline={use: merged}" in alone["fix"]
     file.write_text("implementation: megatron\noffload: [moe_act, core]\n")
     (unknown,) = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)["problems"]
     assert "megatron offloads no 'core'" in unknown["what"]

@@ -24,6 +24,8 @@ EXPERT_REGIONS: Final = ("layer", "dispatch")
 DISPATCH: Final = "dispatch"
 ATTENTION: Final = "core_attn"
 OUTSIDE: Final = "outside"
+IN_8_BITS: Final = "float8_e4m3fn"
+"""The dtype of products of 16 bits that software multiplies in 8."""
 NO_KERNELS: Final = Kernels()
 NO_REGION: Final = Region()
 FP32: Final = 4.0
@@ -134,6 +136,12 @@ class Costs:
     @rates.default
     def _rates(self) -> Rates:
         return rates_of(self.cluster, self.software, self.figures)
+
+    def in_formats(self, work: Sequence[Work]) -> Sequence[Work]:
+        """Work of a position in the formats in which the software multiplies."""
+        if not self.software.fp8_head:
+            return work
+        return [_in_8_bits(each) if each.region == OUTSIDE else each for each in work]
 
     def of(self, work: Work) -> Spent:
         """What one layer of this work spends in a pass."""
@@ -317,7 +325,7 @@ class Costs:
     def _transfers(self, work: Work) -> tuple[float, float, float, float]:
         """Seconds of links in one layer: of experts, of tensors, of gathers, and to the next stage."""
         experts = tensor = gathers = send = 0.0
-        modelled = self.shapes.dispatcher in self.implementation.deduplicates and self.shapes.ep > 1
+        modelled = self._is_modelled
         if modelled and work.region == DISPATCH:
             experts += (1 if work.phase == "recompute" else 2) * self.skewed(self.deduplicated())
         for transfer in work.transfers:
@@ -330,6 +338,23 @@ class Costs:
             else:
                 tensor += self._move(transfer)
         return experts, tensor, gathers, send
+
+    def sends_meet_no_rows(self, work: Sequence[Work]) -> bool:
+        """Whether stages send over the network, and dispatchers inside of nodes alone.
+
+        Rows of experts and what goes to the next stage then wait for each other on no link.
+        """
+        sends = [transfer for each in work for transfer in each.transfers if transfer.kind == SEND]
+        return any(map(self._leaves_node, sends)) and not self._rows_leave_node(work)
+
+    def _rows_leave_node(self, work: Iterable[Work]) -> bool:
+        if self._is_modelled:
+            return self.shapes.ep * self.shapes.etp > self.nodes.real
+        of_rows = (transfer for each in work if each.region in EXPERT_REGIONS for transfer in each.transfers)
+        return any(map(self._leaves_node, of_rows))
+
+    def _leaves_node(self, transfer: Transfer) -> bool:
+        return self.nodes.route(transfer).network > 0
 
     def skewed(self, seconds: float) -> float:
         """Seconds until the rank with most rows has them."""
@@ -345,9 +370,20 @@ class Costs:
         to_nodes = places_of_token(shapes, nodes) * (nodes - 1) / nodes if nodes > 1 else 0.0
         return self.rates.movement(row * ranks, row * to_nodes, shapes.dispatcher)
 
+    @property
+    def _is_modelled(self) -> bool:
+        """Whether what the dispatcher sends follows from the expected places of a token."""
+        return self.shapes.dispatcher in self.implementation.deduplicates and self.shapes.ep > 1
+
     def _move(self, transfer: Transfer) -> float:
         """Seconds of the links for a transfer, all times."""
         return transfer.times * self.rates.move(transfer.kind, self.nodes.route(transfer), self.shapes.dispatcher)
+
+
+def _in_8_bits(work: Work) -> Work:
+    """Work whose products of 16 bits are in 8."""
+    products = [evolve(each, dtype=IN_8_BITS) if PEAK_OF.get(each.dtype) == "bf16" else each for each in work.products]
+    return evolve(work, products=tuple(products))
 
 
 def _values(work: Work) -> tuple[float, float, float]:

@@ -195,6 +195,12 @@ def forecast(
     if plan.unknown or not plan.positions:
         raise PlanError(f"the time of a step is unknown, as its work is: {plan.unknown}.", "Leave out --cluster.")
     runs = _as_the_spec_says(assembly, runs)
+    if runs.ep_overlap and not assembly.parts.pipeline.merges:
+        name = assembly.parts.pipeline.name
+        raise PlanError(
+            f"the software overlaps transfers of experts (ep_overlap), and {name} runs no pass beside another.",
+            "Use 'pipeline={use: merged}', or interleaved with merged: true; or leave ep_overlap out.",
+        )
     shapes = shapes_of(assembly, plan, skew)
     steady = Steady.of(partial(played, assembly.schedule), len(assembly.stages), plan.micro_batches)
 

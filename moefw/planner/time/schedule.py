@@ -68,8 +68,8 @@ class Played:
                     moved = True
         return cls(tuple(kinds), kind_of, awaited, len(order))
 
-    def end(self, durations: list[float], way: float) -> float:
-        """End of the last pass, if passes of each kind take so long, and the way between positions ``way``."""
+    def end(self, durations: list[float], ways: list[float]) -> float:
+        """End of the last pass, if passes of each kind take so long, and what they send arrives so much later."""
         positions = [at for at, _ in self.kinds]
         free = [0.0] * self.positions
         arrivals = [0.0]
@@ -82,7 +82,7 @@ class Played:
                 start = arrivals[second]
             end = start + durations[kind]
             free[at] = end
-            arrivals.append(end + way)
+            arrivals.append(end + ways[kind])
         return max(free)
 
 
@@ -120,10 +120,14 @@ class Steady:
         """Kinds of all passes."""
         return tuple(dict.fromkeys([*self.shorter.kinds, *(self.longer.kinds if self.longer else ())]))
 
-    def end(self, duration: Callable[[int, tuple[tuple[str, int], ...]], float], way: float) -> float:
-        """Seconds of a step. ``duration``: of a pass or pair at a position."""
-        first = self.shorter.end([duration(*kind) for kind in self.shorter.kinds], way)
+    def end(self, duration: Callable[[Key], float], way: Callable[[Key], float]) -> float:
+        """Seconds of a step. ``duration``: of a pass or pair at a position; ``way``: of what it sends."""
+
+        def end_of(graph: Played) -> float:
+            return graph.end(list(map(duration, graph.kinds)), list(map(way, graph.kinds)))
+
+        first = end_of(self.shorter)
         if self.longer is None:
             return first
-        second = self.longer.end([duration(*kind) for kind in self.longer.kinds], way)
+        second = end_of(self.longer)
         return first + self.further * (second - first) / self.between

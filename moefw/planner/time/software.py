@@ -100,6 +100,7 @@ class Implementation:
     where experts are one fused kernel a product. ``dispatchers``: what they add to the region ``dispatch``.
     ``tensor_scales``: what a scale for each tensor adds to regions that multiply in 8 bits.
 
+    ``hides_sends``: whether what a pair of passes sends to other stages travels beside the last kernels of the pair.
     ``offloads``: the modules that it can offload. ``offload_exposed``: the share of copies to the host and back that
     nothing hides, although enough runs beside them; None: all hide.
     """
@@ -114,6 +115,7 @@ class Implementation:
     fused_grouped_mlp: Mapping[str, Region] = {}
     dispatchers: Mapping[str, Region] = {}
     tensor_scales: Kernels = Kernels()
+    hides_sends: bool = False
     offloads: Mapping[str, Offloaded] = {}
     offload_exposed: Figure | None = None
 
@@ -136,9 +138,11 @@ class Software:
     """Software of a run: an implementation, and what of it is on.
 
     ``graphs``: ``none``, ``full``, or the scopes that CUDA graphs hold; None: as the spec says. ``ep_overlap``: whether
-    the transfers of experts run beside another micro-batch; None: as the spec's schedule does. ``offload``: the modules
+    the transfers of experts run beside the other micro-batch of a pair of passes; None: as those of the spec's schedule
+    do. ``offload``: the modules
     whose activations wait in host memory between forward and backward; empty: what the spec's policies offload.
-    ``tensor_scales``: whether a tensor in fp8 has one scale, of its largest value, which is found first.
+    ``fp8_head``: whether the head multiplies in 8 bits, too. ``tensor_scales``: whether a tensor in fp8 has one scale,
+    of its largest value, which is found first.
     """
 
     implementation: str = OURS
@@ -146,6 +150,7 @@ class Software:
     ep_overlap: bool | None = None
     fused_grouped_mlp: bool = False
     fp8_attention: bool = False
+    fp8_head: bool = False
     tensor_scales: bool = False
     offload: tuple[str, ...] = ()
 

@@ -84,23 +84,33 @@ def _in_both_passes(work: Sequence[Work]) -> Iterator[Work]:
 class Rehearsal:
     """All that the time of a step depends on but what was fitted.
 
-    ``passes``: of each position on pp. ``spent``: what each pass, or pair of passes, of the schedule spends. ``way``:
-    seconds from stage to stage. ``once_s``: seconds of the GPU that end a step, ``sums_s`` of links, at the worst
-    position. ``stores_s`` and ``fetches_s``: of copies of the optimizer's states between the GPU and its host, and
-    ``host_update_s`` of an update there. ``all_merged``: whether neighbouring micro-batches overlap without a schedule.
+    ``passes``: of each position on pp. ``spent``: what each pass, or pair of passes, of the schedule spends.
+    ``overlaps``: whether transfers of a pass run beside the other pass of its pair. ``way``: seconds from stage to
+    stage, ``way_of_pairs`` behind a pair. ``once_s``: seconds of the GPU that end a step, ``sums_s`` of links, at the
+    worst position. ``stores_s`` and ``fetches_s``: of copies of the optimizer's states between the GPU and its host,
+    and ``host_update_s`` of an update there.
     """
 
     passes: tuple[Passes, ...]
     spent: Mapping[Key, Spent]
     steady: Steady
     micro_batches: int
+    overlaps: bool = True
     way: float = 0.0
+    way_of_pairs: float = 0.0
     once_s: float = 0.0
     sums_s: float = 0.0
     stores_s: float = 0.0
     fetches_s: float = 0.0
     host_update_s: float = 0.0
-    all_merged: bool = False
+
+    def is_merged(self, key: Key) -> bool:
+        """Whether transfers of experts run beside computation of the other pass."""
+        return self.overlaps and len(key[1]) > 1
+
+    def way_behind(self, key: Key) -> float:
+        """Seconds after which the next stage has what a pass, or a pair, has sent."""
+        return self.way if len(key[1]) == 1 else self.way_of_pairs
 
 
 @frozen(kw_only=True)
@@ -148,46 +158,47 @@ def rehearse(
 ) -> Rehearsal:
     """Rehearsal of a step of positions with such work, in which nothing of other positions runs."""
     passes: dict[int, Passes] = {}
+    apart = True
     once = sums = stores = fetches = host_update = 0.0
     for position in positions:
-        found = Passes.of(position.work, costs)
+        work = costs.in_formats(position.work)
+        found = Passes.of(work, costs)
         passes.update(dict.fromkeys(position.at, found))
-        once = max(once, costs.once(position.work))
-        ends = [each for each in position.work if each.phase in ("once", "optimizer")]
+        apart = apart and costs.sends_meet_no_rows(work)
+        once = max(once, costs.once(work))
+        ends = [each for each in work if each.phase in ("once", "optimizer")]
         copied = [costs.over_host_link(each) for each in ends]
         stores = max(stores, sum(out for out, _ in copied))
         fetches = max(fetches, sum(back for _, back in copied))
         host_update = max(host_update, sum(map(costs.update_on_host, ends)))
         # Shards that are gathered and reduced once a step travel in the phase ``once``.
-        sums = max(sums, costs.sums(each for each in position.work if each.phase in ("once", "gradients")))
-    has_pairs = any(len(kinds) > 1 for _, kinds in steady.kinds)
+        sums = max(sums, costs.sums(each for each in work if each.phase in ("once", "gradients")))
     in_order = tuple(passes[at] for at in sorted(passes))
     chunks = len({stage for _, kinds in steady.kinds for _, stage in kinds}) // len(passes)
+    way = max(each.outside_forward.send for each in in_order) / chunks
     return Rehearsal(
         passes=in_order,
         spent=_spent(in_order, steady.kinds, chunks),
         steady=steady,
         micro_batches=micro_batches,
-        way=max(each.outside_forward.send for each in in_order) / chunks,
+        overlaps=ep_overlap,
+        way=way,
+        way_of_pairs=0.0 if apart and costs.implementation.hides_sends else way,
         once_s=once,
         sums_s=sums,
         stores_s=stores,
         fetches_s=fetches,
         host_update_s=host_update,
-        all_merged=ep_overlap and not has_pairs,
     )
 
 
 def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     """Time of a rehearsed step, with fitted numbers. ``factor``: of software that is not what they were fitted to."""
     together = cache(scale.together)  # of passes, few of which differ
-    seconds = {
-        key: together(spent, is_merged=rehearsal.all_merged or len(key[1]) > 1)
-        for key, spent in rehearsal.spent.items()
-    }
-    played = rehearsal.steady.end(lambda *key: seconds[key], rehearsal.way)
+    seconds = {key: together(spent, is_merged=rehearsal.is_merged(key)) for key, spent in rehearsal.spent.items()}
+    played = rehearsal.steady.end(seconds.__getitem__, rehearsal.way_behind)
     count = rehearsal.micro_batches
-    merged = rehearsal.all_merged or any(len(kinds) > 1 for _, kinds in rehearsal.steady.kinds)
+    merged = any(map(rehearsal.is_merged, rehearsal.steady.kinds))
     work = [each.all for each in rehearsal.passes]
     busy = [_busy(each, scale, is_merged=merged) for each in rehearsal.passes]
     busiest = max(range(len(busy)), key=busy.__getitem__)
@@ -198,9 +209,11 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     copies = scale.both_ways(rehearsal.stores_s, rehearsal.fetches_s)
     # Buckets of states are copied while the one before them is updated.
     ends = max(update, copies) if scale.beside else update + copies
-    bubble = played - count * sum(busy) / len(busy)
-    if bubble < ROUNDING * played:
-        bubble = 0.0
+    beyond = played - count * sum(busy) / len(busy)
+    if beyond < ROUNDING * played:
+        beyond = 0.0
+    # A single stage waits for no other: the first forward and the last backward have no partner that hides transfers.
+    bubble, unpaired = (beyond, 0.0) if len(busy) > 1 else (0.0, beyond)
     exposed = count * scale.exposed(spent, is_merged=merged)
     gpu = count * scale.device(spent) + exposed
     categories = {
@@ -221,7 +234,7 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     return Told(
         step_s=factor * (played + sums + ends + scale.step_s),
         categories={name: factor * value for name, value in categories.items() if value},
-        exposed_s=factor * (exposed + sums + ends - update),
+        exposed_s=factor * (exposed + unpaired + sums + ends - update),
         waits_for_host_s=factor * max(0.0, count * busy[busiest] - gpu),
         bubble_s=factor * bubble,
         busiest=busiest,
@@ -275,10 +288,12 @@ def _spending_none(rehearsal: Rehearsal, names: Sequence[str]) -> Rehearsal:
 
 
 def _busy(passes: Passes, scale: Scale, *, is_merged: bool) -> float:
-    """Seconds of a micro-batch at a position."""
+    """Seconds of a micro-batch at a position. ``is_merged``: in pairs, with as many layers in both passes."""
+    if is_merged:
+        return scale.together(passes.all, is_merged=True)
     forward = passes.forward.plus(passes.outside_forward)
     backward = passes.backward.plus(passes.outside_backward)
-    return scale.together(forward, is_merged=is_merged) + scale.together(backward, is_merged=is_merged)
+    return scale.together(forward, is_merged=False) + scale.together(backward, is_merged=False)
 
 
 def _spent(passes: Sequence[Passes], keys: Sequence[Key], chunks: int) -> Mapping[Key, Spent]:
