@@ -138,11 +138,10 @@ class Software:
     """Software of a run: an implementation, and what of it is on.
 
     ``graphs``: ``none``, ``full``, or the scopes that CUDA graphs hold; None: as the spec says. ``ep_overlap``: whether
-    the transfers of experts run beside the other micro-batch of a pair of passes; None: as those of the spec's schedule
-    do. ``offload``: the modules
-    whose activations wait in host memory between forward and backward; empty: what the spec's policies offload.
-    ``fp8_head``: whether the head multiplies in 8 bits, too. ``tensor_scales``: whether a tensor in fp8 has one scale,
-    of its largest value, which is found first.
+    the transfers of a pass run beside the other pass of its pair; None: as those of the spec's schedule do.
+    ``offload``: the modules whose activations wait in host memory between forward and backward; empty: what the spec's
+    policies offload. ``fp8_head``: whether the head multiplies in 8 bits, too. ``tensor_scales``: whether a tensor in
+    fp8 has one scale, of its largest value, which is found first.
     """
 
     implementation: str = OURS
