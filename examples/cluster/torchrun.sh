@@ -15,6 +15,9 @@ shift 2
 # Since PyTorch shares the agents' store with the ranks, agents fail when a machine joins. This gives ranks their own.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+# PyTorch's allocator grows its segments, and leaves less memory between tensors. Plans count on it.
+export PYTORCH_ALLOC_CONF=expandable_segments:True
+
 # --nnodes        NODES=2 waits for a lost machine to come back, NODES=1:2 goes on with the one that is left; then the
 #                 spec leaves out parallel.dense.dp, so that the layout fits either.
 # --rdzv-conf     how long to wait for it, in seconds

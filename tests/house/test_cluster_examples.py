@@ -28,6 +28,7 @@ from training_process import last_step, step_losses
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 SLURM = FOLDER / "slurm.sbatch"
 STEPS = 10
+ALLOCATOR, GROWS = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 
 
 def fake(folder: Path, name: str, script: str) -> None:
@@ -50,6 +51,11 @@ def checked(torchrun: list[str]) -> Any:
 @pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sbatch"])
 def test_a_script_is_sound_bash(script: str) -> None:
     subprocess.run(["bash", "-n", FOLDER / script], check=True)
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sbatch"])
+def test_a_script_lets_the_allocator_grow_its_segments_as_plans_assume(script: str) -> None:
+    assert f"\nexport {ALLOCATOR}={GROWS}\n" in (FOLDER / script).read_text()
 
 
 def test_torchrun_is_called_with_what_the_machines_share(tmp_path: Path) -> None:
@@ -78,7 +84,7 @@ def test_the_jobset_is_one_torchrun_over_its_pods() -> None:
     assert job["parallelism"] == job["completions"] == int(options.nnodes)
     assert options.rdzv_endpoint == f"{name}-{node['name']}-0-0.{name}:29400"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(options.nproc_per_node)
-    assert container["env"] == [{"name": OWN_STORES, "value": "1"}]
+    assert container["env"] == [{"name": OWN_STORES, "value": "1"}, {"name": ALLOCATOR, "value": GROWS}]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
