@@ -53,8 +53,8 @@ most {ALLOWED:.0f} % below the tied group.
 
 The best is the first of the tied group: of what the error of a ratio cannot tell apart, that with most memory left.
 So it may be a little slower than the published layout. Both times of a row are predictions. The error bar of the best
-is that of [one prediction](time.md); ties are by the error of a ratio. States and recompute are those of the row's
-recipe, where its page does not say them ([`recipes.csv`](../benchmarks/published/recipes.csv)). moefw keeps fp32
+is that of [one prediction](time.md); ties are by the error of a ratio. States, gradients and recompute are those of the
+row's recipe, where its page does not say them ([`recipes.csv`](../benchmarks/published/recipes.csv)). moefw keeps fp32
 masters in any case, and counts [memory that is not for tensors](clusters.md#memory-that-is-not-for-tensors).
 """
 Found = Mapping[str, Any]
