@@ -192,31 +192,73 @@ def rehearse(
     )
 
 
+@frozen
+class Ends:
+    """Seconds behind the last backward of a step: of sums of gradients and of copies that nothing hides, and of the
+    update.
+    """
+
+    sums_s: float
+    update_s: float
+    copies_s: float
+
+
 def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     """Time of a rehearsed step, with fitted numbers. ``factor``: of software that is not what they were fitted to."""
     together = cache(scale.together)  # of passes, few of which differ
     seconds = {key: together(spent, is_merged=rehearsal.is_merged(key)) for key, spent in rehearsal.spent.items()}
     played = rehearsal.steady.end(seconds.__getitem__, rehearsal.way_behind)
+
     count = rehearsal.micro_batches
     merged = any(map(rehearsal.is_merged, rehearsal.steady.kinds))
-    work = [each.all for each in rehearsal.passes]
     busy = [_busy(each, scale, is_merged=merged) for each in rehearsal.passes]
     busiest = max(range(len(busy)), key=busy.__getitem__)
-    spent = work[busiest]
-    backward = scale.device(rehearsal.passes[busiest].backward)
-    sums = max(rehearsal.sums_s - scale.beside * backward, scale.sums * rehearsal.sums_s)
-    update = scale.passes * rehearsal.once_s + rehearsal.host_update_s
-    copies = scale.both_ways(rehearsal.stores_s, rehearsal.fetches_s)
-    # Buckets of states are copied while the one before them is updated.
-    ends = max(update, copies) if scale.beside else update + copies
+    spent = rehearsal.passes[busiest].all
+    exposed = count * scale.exposed(spent, is_merged=merged)
+    waits = count * (busy[busiest] - scale.device(spent)) - exposed
+
     beyond = played - count * sum(busy) / len(busy)
     if beyond < ROUNDING * played:
         beyond = 0.0
     # A single stage waits for no other: the first forward and the last backward have no partner that hides transfers.
     bubble, unpaired = (beyond, 0.0) if len(busy) > 1 else (0.0, beyond)
-    exposed = count * scale.exposed(spent, is_merged=merged)
-    gpu = count * scale.device(spent) + exposed
+
+    ends = _ends(rehearsal, rehearsal.passes[busiest], scale)
     categories = {
+        **_of_micro_batches(rehearsal, spent, scale),
+        OFFLOADING: count * (spent.stores + spent.fetches) + rehearsal.stores_s + rehearsal.fetches_s,
+        "sums of gradients": rehearsal.sums_s,
+        "optimizer": ends.update_s,
+        BUBBLE: bubble,
+        "batch and log": scale.step_s,
+    }
+    return Told(
+        step_s=factor * (played + ends.sums_s + ends.update_s + ends.copies_s + scale.step_s),
+        categories={name: factor * value for name, value in categories.items() if value},
+        exposed_s=factor * (exposed + unpaired + ends.sums_s + ends.copies_s),
+        waits_for_host_s=factor * max(0.0, waits),
+        bubble_s=factor * bubble,
+        busiest=busiest,
+    )
+
+
+def _ends(rehearsal: Rehearsal, passes: Passes, scale: Scale) -> Ends:
+    """What ends a step, at a position with these passes, beside whose last backward gradients are summed."""
+    backward = scale.device(passes.backward)
+    update = scale.passes * rehearsal.once_s + rehearsal.host_update_s
+    copies = scale.both_ways(rehearsal.stores_s, rehearsal.fetches_s)
+    return Ends(
+        sums_s=max(rehearsal.sums_s - scale.beside * backward, scale.sums * rehearsal.sums_s),
+        update_s=update,
+        # Buckets of states are copied while the one before them is updated.
+        copies_s=max(0.0, copies - update) if scale.beside else copies,
+    )
+
+
+def _of_micro_batches(rehearsal: Rehearsal, spent: Spent, scale: Scale) -> Mapping[str, float]:
+    """Seconds of each category that all micro-batches spend, of which each spends so much."""
+    count = rehearsal.micro_batches
+    return {
         "products": count * scale.products * spent.products,
         "experts": count * scale.experts * spent.experts,
         "attention": count * scale.attention * spent.attention,
@@ -225,20 +267,7 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
         "expert transfers": count * scale.transfers * spent.expert_transfers,
         "other transfers": count * (spent.tensor_transfers + spent.gathers),
         "host launches": count * scale.host(spent),
-        OFFLOADING: count * (spent.stores + spent.fetches) + rehearsal.stores_s + rehearsal.fetches_s,
-        "sums of gradients": rehearsal.sums_s,
-        "optimizer": update,
-        BUBBLE: bubble,
-        "batch and log": scale.step_s,
     }
-    return Told(
-        step_s=factor * (played + sums + ends + scale.step_s),
-        categories={name: factor * value for name, value in categories.items() if value},
-        exposed_s=factor * (exposed + unpaired + sums + ends - update),
-        waits_for_host_s=factor * max(0.0, count * busy[busiest] - gpu),
-        bubble_s=factor * bubble,
-        busiest=busiest,
-    )
 
 
 SPENT: Final[Mapping[str, tuple[str, ...]]] = {
