@@ -65,9 +65,9 @@ def fit(rows: Sequence[Row], predictor: Predictor, *, near: Fitted | None = None
 
 
 def _with_unknown_stacks(numbers: Fitted, known: Collection[str]) -> Fitted:
-    """Numbers in which a stack without rows has the mean factor of those with rows."""
-    factors = [log(factor) for name, factor in numbers.stacks.items() if name in known]
-    mean = exp(sum(factors) / len(factors)) if factors else 1.0
+    """Numbers in which a stack without rows has the mean factor of those with rows, Megatron's 1 among them."""
+    factors = [0.0, *(log(factor) for name, factor in numbers.stacks.items() if name in known)]
+    mean = exp(sum(factors) / len(factors))
     return evolve(numbers, stacks={name: value if name in known else mean for name, value in numbers.stacks.items()})
 
 

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 import goal
 import record
@@ -51,8 +51,12 @@ class Compared:
         """Comparison of a row, whose layers are measured. Both have the fitted factor of the row's software."""
         assembly = assembled(row)
         found = forecast(assembly, ledger(assembly), row.cluster, row["system"].lower(), row.software)
-        planned = told(found.rehearsal, found.scale, row.factor(fitted()))
-        closed = Predictor.empty().told(row, fitted())
+        predictor = Predictor.empty()
+        rehearsal = found.rehearsal
+        if row.schedules > 1:  # a step of a spec has one
+            rehearsal = evolve(rehearsal, steady=predictor.steady(row))
+        planned = told(rehearsal, found.scale, row.factor(fitted()))
+        closed = predictor.told(row, fitted())
         names = dict.fromkeys([*closed.categories, *planned.categories])
         return cls(
             row,

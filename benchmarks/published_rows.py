@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Final
 from attrs import evolve, frozen
 
 from closed_form import SHARDED_WEIGHTS, Layout, Rows, Sizes, node_of
-from moefw.core.records import Order
+from moefw.core.records import Action, Entry, Order, Pair
 from moefw.planner import cluster as clusters
 from moefw.planner.cluster import Cluster
 from moefw.planner.time.costs import Costs, Shapes
@@ -72,6 +73,7 @@ RECOMPUTED: Final[Mapping[str, tuple[str, ...]]] = {
 
 ``full`` is whole layers.
 """
+ACCUMULATION: Final = re.compile(r"\bGA (\d+)")
 RECIPES: Final = Path(__file__).parent / "published" / "recipes.csv"
 FP8_HEAD: Final = "fp8_head"
 """What a recipe turns on of its software, that no page says."""
@@ -260,10 +262,29 @@ class Row:
     @property
     def key(self) -> tuple[object, ...]:
         """All that a prediction depends on."""
-        return self.work.__repr__(), self.shapes, self.software, self["system"], self.tokens
+        return self.work.__repr__(), self.shapes, self.software, self["system"], self.tokens, self.schedules
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank in a step."""
+        return max(1, self.number("global_batch") // (self.layout.dp * self.number("micro_batch")))
+
+    @property
+    def schedules(self) -> int:
+        """Schedules that a step runs, one behind the other, as NeMo's gradient accumulation (``GA``) does."""
+        found = ACCUMULATION.search(self["notes"])
+        said = int(found[1]) if found and self.layout.pp > 1 else 1
+        return said if self.micro_batches % said == 0 else 1
 
     def order(self, count: int) -> Order:
-        """Schedule of a step of so many micro-batches."""
+        """Passes of each position in a step of so many micro-batches."""
+        each = count // self.schedules
+        once = self._schedule(each)
+        return [
+            [_later(entry, number * each) for number in range(self.schedules) for entry in entries] for entries in once
+        ]
+
+    def _schedule(self, count: int) -> Order:
         layout = self.layout
         merged = bool(self.software.ep_overlap)
         if layout.pp == 1:
@@ -280,14 +301,24 @@ class Row:
             runs = without_groups(runs)
         layout = self.layout
         costs = Costs(self.cluster, runs, software, self.shapes, figures(), Nodes.of(self.cluster, layout.node_gpus))
-        count = max(1, self.number("global_batch") // (layout.dp * self.number("micro_batch")))
         return rehearse(
             self.work.positions(),
             costs,
-            steady=predictor.steady(self, count),
-            micro_batches=count,
+            steady=predictor.steady(self),
+            micro_batches=self.micro_batches,
             ep_overlap=bool(software.ep_overlap),
         )
+
+
+def _later(entry: Entry, by: int) -> Entry:
+    """The same of a micro-batch with a number that is higher by so much."""
+    if isinstance(entry, Pair):
+        return Pair(forward=_later_pass(entry.forward, by), backward=_later_pass(entry.backward, by))
+    return _later_pass(entry, by)
+
+
+def _later_pass(action: Action, by: int) -> Action:
+    return Action(action.kind, action.stage, action.micro_batch + by)
 
 
 def without_groups(runs: Implementation) -> Implementation:
@@ -322,12 +353,16 @@ class Predictor:
         rehearsal, cluster = self._of(row)
         return told(rehearsal, Scale.of(numbers, cluster, figures()), row.factor(numbers))
 
-    def steady(self, row: Row, count: int) -> Steady:
-        """Schedule of a row's step of so many micro-batches."""
+    def steady(self, row: Row) -> Steady:
+        """Schedule of a row's step."""
         layout = row.layout
-        key = layout.pp, layout.chunks, row.software.ep_overlap, count
+        count = row.micro_batches
+        key = layout.pp, layout.chunks, row.software.ep_overlap, row.schedules, count
         if key not in self.schedules:
-            self.schedules[key] = Steady.of(lambda few: Played.of(row.order(few)), layout.pp, count)
+            if row.schedules > 1:  # each of them fills and empties
+                self.schedules[key] = Steady(Played.of(row.order(count)), None)
+            else:
+                self.schedules[key] = Steady.of(lambda few: Played.of(row.order(few)), layout.pp, count)
         return self.schedules[key]
 
     def same(self, row: Row) -> object:
