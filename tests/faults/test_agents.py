@@ -93,6 +93,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return step_losses(folder / "run")
 
 
+@pytest.mark.deep
 @pytest.mark.fault(
     "a node joins a run under torchrun, and is then lost", "the run goes on twice by itself; losses of an unbroken run"
 )

@@ -114,6 +114,15 @@ exit "$highest"
 """
 
 
+RANK = """
+# Stands for a rank: notes its command, and leaves with a code when it is told that the time is over.
+trap 'exit {code}' USR1
+echo "$@" > {folder}/rank-$SLURM_PROCID.part
+mv {folder}/rank-$SLURM_PROCID.part {folder}/rank-$SLURM_PROCID
+while true; do sleep 0.02; done
+"""
+
+
 BARE_MOEFW = "import bare_runs; bare_runs.make_runs_bare(); from moefw.__main__ import main; main()"
 
 
@@ -166,6 +175,26 @@ def wait_until(true: Callable[[], bool], job: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize(("code", "requeued"), [(75, ["requeue 42"]), (1, []), (0, [])])
+def test_a_slurm_job_is_requeued_where_its_ranks_have_saved_and_are_not_done(
+    tmp_path: Path, code: int, requeued: list[str]
+) -> None:
+    slurm = Slurm(tmp_path)
+    fake(tmp_path / "bin", "moefw", RANK.format(code=code, folder=shlex.quote(str(tmp_path))))
+    job = slurm.start()
+    ranks = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    wait_until(lambda: all(rank.exists() for rank in ranks), job)
+    slurm.signal_step(job)
+    said, _ = job.communicate(timeout=60)
+    assert (job.returncode, slurm.requeued()) == (code, requeued), said
+    for rank in ranks:
+        command, *arguments = rank.read_text().split()
+        assert command == "train"
+        assert arguments[:2] == [str(tmp_path / "run.yaml"), "parallel.experts.ep=2"]
+        assert train.make_context(command, arguments).params["resume"] == "auto"
+
+
+@pytest.mark.deep
 @pytest.mark.fault("the time of a Slurm job is over", "saved, requeued, and gone on with; losses of an unbroken run")
 def test_a_slurm_job_whose_time_is_over_is_requeued_and_ends_with_the_losses_of_an_unbroken_one(tmp_path: Path) -> None:
     slurm = Slurm(tmp_path)

@@ -47,6 +47,7 @@ def imported(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.imported"))
 
 
+@pytest.mark.deep
 @pytest.mark.fault("the working folder holds modules with the names of libraries", "no rank imports them")
 def test_no_rank_imports_a_module_from_the_working_folder(folder: Path) -> None:
     small_spec(folder, ranks=2, steps=1)
