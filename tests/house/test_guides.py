@@ -21,6 +21,12 @@ from moefw.planner import cluster as clusters
 from moefw.planner.cluster import THIS_MACHINE
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+OF_PLUGINS = sorted(GUIDES.glob("write-*.md"))
+SLOW = (
+    *("write-a-context-parallelism", "write-a-layout", "write-a-pipeline", "write-an-adapter", "write-an-attention"),
+    "write-an-optimizer",
+)
+"""Guides whose suites take long, which only ``make test-deep`` follows: the suites and ``moefw new`` have tests of their own."""
 BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?( append)?\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -120,12 +126,15 @@ def commands(console: str) -> Iterator[tuple[str, list[str]]]:
     yield command, shown
 
 
-@pytest.mark.parametrize("plugins", ["-p two_ranks", pytest.param("", marks=pytest.mark.deep)], ids=["two", "all"])
-@pytest.mark.parametrize("guide", sorted(GUIDES.glob("write-*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("guide", "plugins"),
+    [
+        *(pytest.param(path, "-p two_ranks", id=f"{path.stem}-two") for path in OF_PLUGINS if path.stem not in SLOW),
+        *(pytest.param(path, "", id=f"{path.stem}-all", marks=pytest.mark.deep) for path in OF_PLUGINS),
+    ],
+)
 def test_a_guide_leads_from_an_empty_folder_to_a_certified_plugin(guide: Path, plugins: str, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    if guide.stem == "write-a-layout":
-        plugins = ""
     reader = Reader(tmp_path / "work", tmp_path / "site", plugins)
     reader.follow(guide.read_text())
     (package,) = (tmp_path / "work").iterdir()
