@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from moefw_kernels.routing import MOST_CHOICES, MOST_EXPERTS, Choice, Rows, switch_loss, token_sums, z_loss
 from moefw_kernels.routing.balance import reference
-from pairwise import each_value
+from pairwise import deep, each_value
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
@@ -124,9 +125,11 @@ def kernels_as_the_reference(score: str, shape: str) -> None:
     logits_TE, choice = logits_of((tokens, experts)), Choice(k=k, score=score)
     mask_T = torch.rand(tokens, generator=torch.Generator().manual_seed(1)) < 0.7
     mask_T[: max(lengths, default=0)] = False
-    cases = (mask_T, (0.3, 0.7, 0.1)), (None, (None, 0.7)), (mask_T, (0.3, 0.7)), (mask_T, (None, 2.0))
+    every = (mask_T, (0.3, 0.7, 0.1)), (None, (None, 0.7)), (mask_T, (0.3, 0.7)), (mask_T, (None, 2.0))
+    # With the most experts each case takes seconds: one there, in which tokens count and all losses are.
+    cases = ((None, (0.3, 0.7)),) if experts == MOST_EXPERTS else every[: None if shape in ("few", "documents") else 2]
     rows, again_by = rows_of(lengths, named=not equal), rows_of(lengths, named=True)
-    for mask, coeffs in cases if shape in ("few", "documents") else cases[: 1 if experts == MOST_EXPERTS else 2]:
+    for mask, coeffs in cases:
         ids_TK = ranked(logits_TE, choice, mask)
         right = of_reference(logits_TE.double(), choice, rows, coeffs, ids_TK=ids_TK, mask_T=mask)
         for chosen_TK in (ids_TK, None):
@@ -156,30 +159,38 @@ def drawn_case(
     close(mine, right, scale=10.0)
 
 
-@given(
-    st.tuples(
-        *(st.integers(0, 1000), st.lists(st.integers(0, 70), min_size=1, max_size=6).map(tuple)),
-        *(st.integers(1, 40), st.integers(1, 9), st.sampled_from(SCORES), st.booleans(), st.booleans(), st.booleans()),
-    )
+DRAWN = st.tuples(
+    *(st.integers(0, 1000), st.lists(st.integers(0, 70), min_size=1, max_size=6).map(tuple)),
+    *(st.integers(1, 40), st.integers(1, 9), st.sampled_from(SCORES), st.booleans(), st.booleans(), st.booleans()),
 )
-@settings(max_examples=25, deadline=None)
-def test_drawn_cases(interpreter: ProcessPoolExecutor, case: tuple[Any, ...]) -> None:
-    interpreter.submit(drawn_case, *case).result()
 
 
-def more_parts_than_are_added_up_at_once() -> None:
-    from moefw_kernels.routing.balance.triton import PARTS, TOKENS
+@pytest.mark.parametrize("number", [12, *deep(100)])
+def test_drawn_cases(interpreter: ProcessPoolExecutor, number: int) -> None:
+    @settings(max_examples=number, deadline=None)
+    @given(DRAWN)
+    def check_one(case: tuple[Any, ...]) -> None:
+        interpreter.submit(drawn_case, *case).result()
 
-    lengths = 3, PARTS * TOKENS + 40, 7
+    check_one()
+
+
+def more_parts_than_are_added_up_at_once(parts: int) -> None:
+    from moefw_kernels.routing.balance import triton
+
+    lengths = 3, parts * triton.TOKENS + 40, 7
     logits_TE, choice, coeffs = logits_of((sum(lengths), 2)), Choice(k=1), (0.3, 0.7)
     for rows in (rows_of(lengths, named=True), Rows(1)):
-        mine = of_kernels(logits_TE, choice, rows, coeffs)
+        with mock.patch.object(triton, "PARTS", parts):
+            mine = of_kernels(logits_TE, choice, rows, coeffs)
         ids_TK = ranked(logits_TE, choice, None)
         close(mine, of_reference(logits_TE.double(), choice, rows, coeffs, ids_TK=ids_TK), scale=100.0)
 
 
-def test_a_row_of_many_parts(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(more_parts_than_are_added_up_at_once).result()
+@pytest.mark.parametrize("parts", [4, *deep(128)])
+def test_a_row_of_more_parts_than_are_added_up_at_once(interpreter: ProcessPoolExecutor, parts: int) -> None:
+    """Parts hold 32 tokens each, so that few at once need fewer tokens."""
+    interpreter.submit(more_parts_than_are_added_up_at_once, parts).result()
 
 
 def as_before_at_the_limits_of_fp32() -> None:

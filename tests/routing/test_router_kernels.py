@@ -16,7 +16,6 @@ from moefw.core.stages import Batch, Routing
 from moefw.plugins.routers.topk.options import Balance, Capacity, Groups
 from moefw.runtime.router_entropy import ROUTER_ENTROPY, entropy_of_scores
 from moefw_kernels.routing import limits
-from pairwise import quick
 
 LEVELS = ("micro_batch", "sequence", "global_batch", "model")
 LIMITS: dict[str, dict[str, Any]] = {
@@ -58,11 +57,13 @@ def routed(score: str, limit: str, masked: bool) -> tuple[Routing, Tensor]:
     return routing, made.weight.grad
 
 
-def same_with_kernels(score: str) -> None:
-    for limit in LIMITS:
+def same_with_kernels(score: str, masks: str) -> None:
+    """Under every limit, which have a mask in turn, or each without one and with one."""
+    for number, limit in enumerate(LIMITS):
         if limit == "bias" and "softmax" in score:
             continue
-        for masked in (False, True):
+        in_turn = (number % 2 == (masks == "first without"),)
+        for masked in (False, True) if masks == "both" else in_turn:
             plain, plain_grad = routed(score, limit, masked)
             with mock.patch.object(limits, "takes_kernels", return_value=True):
                 mine, my_grad = routed(score, limit, masked)
@@ -81,6 +82,15 @@ def same_with_kernels(score: str) -> None:
             torch.testing.assert_close(my_grad, plain_grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("score", quick(SCORES, "sigmoid", "pre_softmax"))
-def test_a_router_is_the_same_with_the_kernels_of_a_gpu(interpreter: ProcessPoolExecutor, score: str) -> None:
-    interpreter.submit(same_with_kernels, score).result()
+@pytest.mark.parametrize(
+    ("score", "masks"),
+    [
+        ("sigmoid", "first without"),
+        ("pre_softmax", "first with"),
+        *(pytest.param(score, "both", marks=pytest.mark.deep) for score in SCORES),
+    ],
+)
+def test_a_router_is_the_same_with_the_kernels_of_a_gpu(
+    interpreter: ProcessPoolExecutor, score: str, masks: str
+) -> None:
+    interpreter.submit(same_with_kernels, score, masks).result()
