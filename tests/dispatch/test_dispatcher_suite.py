@@ -24,6 +24,7 @@ from moefw.plugins.dispatchers.hybridep import HybridEP
 from moefw.testing import DispatcherSuite
 from moefw.testing.pool import RankPool
 from moefw.testing.profiles import PROFILES, Profile, smoke
+from pairwise import deep
 from static_alltoall import ROOM, StaticAllToAll
 
 ON_THREADS = [
@@ -166,15 +167,21 @@ def moefw_profile(request: pytest.FixtureRequest) -> Profile:
     return evolve(PROFILES["quick"], worlds=request.param, examples=6)
 
 
+on_two_ranks = pytest.mark.parametrize("moefw_profile", [(2,), *deep((1, 4))], ids=str, indirect=True)
+"""For dispatchers of these tests alone, which a suite must accept."""
+
+
 class TestAllToAll(DispatcherSuite):
     plugin = AllToAll
 
 
+@on_two_ranks
 class TestStaticAllToAll(DispatcherSuite):
     plugin = StaticAllToAll
     options = ROOM
 
 
+@on_two_ranks
 class TestInAnyOrder(DispatcherSuite):
     plugin = InAnyOrder
 
