@@ -162,9 +162,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def poison(run_dir: Path, parallel: dict[str, Any]) -> list[tuple[set[str], str]]:
-    """Poison each tensor of rank 1 in turn; return the names of non-finite tensors, and the message of a save."""
+    """Poison each tensor of rank 1 in turn, of a dense layer and an MoE layer; return the names of non-finite tensors, and the message of a save."""
     parts = {"gemm": {"use": "grouped"}, "parallel": parallel}
-    model, assembly, layout, shared = open_model(whole_model(2, parts=parts, plugins=(), sizes={"vocab_size": 64}))
+    sizes = {"vocab_size": 64, "num_layers": 2}
+    model, assembly, layout, shared = open_model(whole_model(2, parts=parts, plugins=(), sizes=sizes))
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     give_gradients(model, 0)
     optimizer.step()

@@ -29,6 +29,7 @@ from moefw.testing.pool import RankPool
 from moefw.training.folder import checkpoint_dirs
 from moefw.training.session import Session
 from moefw.training.trainer import Trainer
+from pairwise import each_value
 from run_cases import TORCHRUN, ranks_of
 
 SPEC = """\
@@ -202,11 +203,18 @@ def children(parent: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("before", "layout"), [("trained", "{dense: {cp: 2}, experts: {etp: 2}}"), ("split", "{}")])
+@pytest.mark.parametrize(
+    ("before", "layout"),
+    [
+        ("trained", "{dense: {cp: 2}, experts: {etp: 2}}"),
+        pytest.param("split", "{}", marks=pytest.mark.deep),
+    ],
+)
 def test_resume_may_change_the_layout(
-    tmp_path: Path, text: Path, trained: tuple[Path, str], split: Path, before: str, layout: str
+    tmp_path: Path, text: Path, request: pytest.FixtureRequest, before: str, layout: str
 ) -> None:
-    earlier, run = {"trained": trained[0], "split": split}[before], tmp_path / "run"
+    found, run = request.getfixturevalue(before), tmp_path / "run"
+    earlier = found if before == "split" else found[0]
     shutil.copytree(earlier, run)
     shutil.rmtree(run / "checkpoints" / "step-8")
     train(spec(tmp_path, text, layout), "--resume", f"run.dir={run}")
@@ -334,12 +342,15 @@ def test_a_temperature_that_gives_no_probabilities_is_refused(trained: tuple[Pat
 
 
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "told"),
-    [("0", "0", "error: nope"), ("8", "0", "error: rank 8: nope"), ("9", "1", "error: rank 9: nope")],
+    ("names", "ranks"),
+    each_value(
+        ["RANK LOCAL_RANK WORLD_SIZE", "SLURM_PROCID SLURM_LOCALID SLURM_NTASKS"],
+        [("0", "0", "error: nope"), ("8", "0", "error: rank 8: nope"), ("9", "1", "error: rank 9: nope")],
+    ),
 )
-@pytest.mark.parametrize("names", ["RANK LOCAL_RANK WORLD_SIZE", "SLURM_PROCID SLURM_LOCALID SLURM_NTASKS"])
-def test_every_rank_that_is_not_ended_says_what_is_wrong(names: str, rank: str, local_rank: str, told: str) -> None:
+def test_every_rank_that_is_not_ended_says_what_is_wrong(names: str, ranks: tuple[str, str, str]) -> None:
     """The first rank of a node reports at once, others after a delay, within which torchrun and our launcher end them."""
+    rank, local_rank, told = ranks
     place = dict(zip(names.split(), (rank, local_rank, "16"), strict=True))
     done = copies.run("moefw", "train", "nope.yaml", env=os.environ | place)
     assert done.returncode == 2
