@@ -78,6 +78,7 @@ class TestDrops(AdapterSuite):
     plugin = adapters.PLUGINS[adapters.Drops]
 
 
+@pytest.mark.deep
 class TestLora(AdapterSuite):
     plugin = Lora
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ruamel.yaml import YAML
 
 from moefw.testing.pool import RankPool
+from pairwise import each_value
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
@@ -38,8 +39,7 @@ def trained(example: str, steps: int) -> float:
     return loss
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(("example", "world"), each_value(EXAMPLES, [2, 1]))
 def test_an_example_learns(pool: RankPool, example: str, world: int) -> None:
     before = pool.run(trained, world, example, 1)
     after = pool.run(trained, world, example, EXAMPLES[example][1])

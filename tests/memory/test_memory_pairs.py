@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from dispatchers import DISPATCHERS
 from memory_cases import assert_same, offload, recompute, run
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.memory_policy_case import Observed
+from pairwise import deep
 
 EMULATED = ("fp8-blockwise", "mxfp8", "fp8-tensor", "nvfp4")
 PRECISIONS: Mapping[str, Mapping[str, Any]] = {
@@ -41,23 +43,27 @@ def observe(
     return run(pool, memory, in_flight=in_flight, **parts)
 
 
-@given(
-    dispatch=st.sampled_from(sorted(DISPATCHERS)),
-    gemm=st.sampled_from(["grouped", "loop"]),
-    precision=st.sampled_from(sorted(PRECISIONS)),
-    in_flight=st.booleans(),
-    treated=st.fixed_dictionaries({region: st.sampled_from(ways) for region, ways in MECHANISMS.items()}),
-)
-@settings(max_examples=10, deadline=None)
-def test_policies_on_any_regions_change_no_bit(
-    pool: RankPool, dispatch: str, gemm: str, precision: str, in_flight: bool, treated: Mapping[str, str | None]
-) -> None:
-    regions = {way: [region for region, chosen in treated.items() if chosen == way] for way in ("recompute", "offload")}
-    if gemm == "grouped" and "moe_act" in regions["offload"]:
-        regions["offload"].remove("moe_act")
-    memory = [recompute(*regions["recompute"])] if regions["recompute"] else []
-    memory += [offload(*regions["offload"])] if regions["offload"] else []
-    assert_same(
-        kept(pool, dispatch, gemm, precision, in_flight),
-        observe(pool, memory, dispatch, gemm, precision, in_flight),
+@pytest.mark.parametrize("number", [6, *deep(60)])
+def test_policies_on_any_regions_change_no_bit(pool: RankPool, number: int) -> None:
+    @settings(max_examples=number, deadline=None)
+    @given(
+        dispatch=st.sampled_from(sorted(DISPATCHERS)),
+        gemm=st.sampled_from(["grouped", "loop"]),
+        precision=st.sampled_from(sorted(PRECISIONS)),
+        in_flight=st.booleans(),
+        treated=st.fixed_dictionaries({region: st.sampled_from(ways) for region, ways in MECHANISMS.items()}),
     )
+    def check_one(dispatch: str, gemm: str, precision: str, in_flight: bool, treated: Mapping[str, str | None]) -> None:
+        regions = {
+            way: [region for region, chosen in treated.items() if chosen == way] for way in ("recompute", "offload")
+        }
+        if gemm == "grouped" and "moe_act" in regions["offload"]:
+            regions["offload"].remove("moe_act")
+        memory = [recompute(*regions["recompute"])] if regions["recompute"] else []
+        memory += [offload(*regions["offload"])] if regions["offload"] else []
+        assert_same(
+            kept(pool, dispatch, gemm, precision, in_flight),
+            observe(pool, memory, dispatch, gemm, precision, in_flight),
+        )
+
+    check_one()

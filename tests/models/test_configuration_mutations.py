@@ -68,7 +68,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("number", [400, pytest.param(10_000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("number", [150, pytest.param(10_000, marks=pytest.mark.deep)])
 def test_a_mutated_configuration_is_read_or_refused(number: int, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     outcomes: Counter[str] = Counter()

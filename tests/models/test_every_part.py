@@ -94,7 +94,14 @@ def check(pool: RankPool, family: str, parts: Mapping[str, Variant]) -> None:
     assert cosine >= 0.5, parts
 
 
-@pytest.mark.parametrize(("section", "family"), each_value(SECTIONS, MODELS))
+# Layouts take longest. Some are drawn below, and others equal one rank elsewhere.
+@pytest.mark.parametrize(
+    ("section", "family"),
+    [
+        *each_value(SECTIONS[:-1], MODELS),
+        *(pytest.param("parallel", family, marks=pytest.mark.deep) for family in MODELS),
+    ],
+)
 def test_each_part_computes_what_transformers_does(pool: RankPool, family: str, section: str) -> None:
     for variant in here().sections[section]:
         parts = here().company(variant)

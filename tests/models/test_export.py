@@ -33,7 +33,7 @@ from moefw.training import checkpoint
 from moefw.training.checkpoint.reading import Reader, opened
 from moefw.training.exporting import Form, config_of, export
 from moefw.training.importing import import_folder
-from pairwise import each_value
+from pairwise import deep, each_value
 
 TINY = (
     *("qwen3-30b-a3b-tiny", "qwen2-57b-a14b-tiny", "mixtral-8x7b-tiny", "olmoe-1b-7b-tiny", "gpt-oss-20b-tiny"),
@@ -62,10 +62,11 @@ def test_every_preset_has_a_configuration_that_means_the_same(name: str, tmp_pat
     assert config_of(resolved(f"{tmp_path}/config.json")) == config
 
 
+@pytest.mark.parametrize("number", [4, *deep(40)])
 @pytest.mark.parametrize("family", OWN)
-def test_so_has_every_configuration_that_is_drawn(family: str) -> None:
+def test_so_has_every_configuration_that_is_drawn(family: str, number: int) -> None:
     @settings(
-        max_examples=10,
+        max_examples=number,
         derandomize=True,
         database=None,
         deadline=None,

@@ -44,6 +44,7 @@ from moefw.planner.calibration.readings import LEAST, LIMIT_S, Reading, of_all_r
 from moefw.planner.calibration.result import Surroundings, cluster_of
 from moefw.testing.counting import Counting
 from moefw.testing.pool import RankPool
+from pairwise import deep
 
 CPU = torch.device("cpu")
 EVENT = torch.cuda.Event
@@ -364,7 +365,7 @@ def sent_and_counted(hosts: Sequence[str]) -> dict[str, tuple[float, int]]:
     return found
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "aabb"])
+@pytest.mark.parametrize("hosts", [*deep("aaa"), "aabb"])
 def test_a_link_moves_the_bytes_that_its_figure_is_of(hosts: str, pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(sent_and_counted, len(hosts), list(hosts))):
         reached = {"node": 3} if hosts == "aaa" else {"node": 2, "network": 2}

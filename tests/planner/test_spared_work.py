@@ -90,7 +90,6 @@ MICRO_BATCHES: Final = 6
         SPECS,
         "uneven stages, dense layers first, a token further ahead",
         "dualpipe-v, merged, recomputed",
-        "mxfp8, merged, recomputed",
         "nvfp4",
         "gathered for each pass, recomputed",
     ),

@@ -16,6 +16,7 @@ from moefw.compose.spec.hints import flow
 from moefw.core.errors import MoefwError, Problem
 from moefw.core.kinds import KINDS
 from moefw.core.site import Machine
+from pairwise import deep
 from spec_cases import DEFAULTS, GOOD, REGISTRY, assembled, complaint
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -113,7 +114,7 @@ def test_an_option_in_another_section_is_answered_with_its_place() -> None:
     assert answered > 50
 
 
-@pytest.mark.parametrize("wrong", ["{a: {b: 1}}", "neither nor"])
+@pytest.mark.parametrize("wrong", [*deep("{a: {b: 1}}"), "neither nor"])
 def test_an_example_of_a_value_is_accepted(wrong: str) -> None:
     answered = 0
     for path, _ in leaves(assembled(GOOD).resolved()):
