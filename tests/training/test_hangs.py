@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from copies import Copy
+from pairwise import deep
 from run_cases import TORCHRUN, end, environment_in, spec, train
 
 TIMEOUT = "run.timeout_s=6"
@@ -73,7 +74,7 @@ def test_a_rank_without_memory_is_told_the_plan(tmp_path: Path, environment: dic
 
 
 @pytest.mark.fault("rank {id} is stopped under torchrun", "named; stacks of the others are kept")
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.deep), 1])
+@pytest.mark.parametrize("rank", deep(0, 1))
 def test_under_torchrun_a_stopped_rank_is_named(tmp_path: Path, environment: dict[str, str], rank: int) -> None:
     path = spec(tmp_path, ranks=2, source="faulty")
     fault = ("data.fault=stop", f"data.rank={rank}")

@@ -34,7 +34,7 @@ from moefw.training.checkpoint.parts import Part
 from moefw.training.checkpoint.snapshot import Snapshot
 from moefw.training.engine import Engine, Votes
 from moefw.training.folder import MANIFEST, checkpoint_dirs
-from pairwise import quick
+from pairwise import deep, quick
 from run_cases import MANY, end, environment_in, start
 from small_spec import small_spec
 
@@ -246,7 +246,7 @@ def test_a_disk_that_hangs_is_named(tmp_path: Path) -> None:
 @pytest.mark.fault(
     "a run is killed at {id} counted system calls of saves beside steps", "no torn checkpoint; the same end"
 )
-@pytest.mark.parametrize("kills", quick((3, 20), 3))
+@pytest.mark.parametrize("kills", deep(7, 20))
 def test_a_run_killed_inside_saves_leaves_whole_checkpoints_and_ends_with_the_same_bits(
     tmp_path: Path, kills: int
 ) -> None:
