@@ -67,6 +67,7 @@ class TestRecompute(MemoryPolicySuite):
     plugin = Recompute
 
 
+@pytest.mark.deep
 class TestRecomputeOfTheLoop(MemoryPolicySuite):
     plugin = Recompute
     regions = ("moe_act", "experts")
@@ -78,6 +79,7 @@ class TestOffload(MemoryPolicySuite):
     options = {"min_bytes": 0}
 
 
+@pytest.mark.deep
 class TestOffloadOfTheLoop(MemoryPolicySuite):
     plugin = Offload
     options = {"min_bytes": 0, "fraction": 0.5}

@@ -314,7 +314,8 @@ def hold(case: Case, code: Compiled, capability: int) -> None:
 
 RESEMBLE_OTHERS = (
     *("mxfp8 (1, 32) ()", "mxfp8 (32, 1) ()", "mxfp8 (32, 32) ()", "mxfp8 both ()"),
-    *("fp8 (128, 128) (True,)", "fp8 of fp32", "nvfp4 (16, 16) keyed=True"),
+    *("fp8 (128, 1) (True,)", "fp8 (128, 128) (True,)", "fp8 both (True,)", "fp8 of fp32"),
+    *("nvfp4 (16, 1) keyed=True", "nvfp4 (16, 16) keyed=True"),
     *("clamped swiglu", "clamped swiglu backward", "swiglu_quantize power_of_two"),
     *("permute_quantize power_of_two padding=True", "hadamard of columns", "swizzle rows", "rope of neighbours"),
     "rope of a part",

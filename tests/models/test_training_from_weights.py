@@ -191,6 +191,7 @@ def test_the_example_fine_tunes_a_model_of_transformers_and_hands_it_back(
     assert text == "<|im_start|>user\nWhat?<|im_end|>\n"
 
 
+@pytest.mark.deep
 def test_the_other_example_goes_from_mxfp4_to_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As its head says. vllm#22380: a tuned gpt-oss could not be written as MXFP4."""
     import transformers
