@@ -348,12 +348,14 @@ class Costs:
         return any(map(self._leaves_node, sends)) and not self._rows_leave_node(work)
 
     def _rows_leave_node(self, work: Iterable[Work]) -> bool:
+        """Whether the dispatcher sends any rows of experts over the network."""
         if self._is_modelled:
             return self.shapes.ep * self.shapes.etp > self.nodes.real
         of_rows = (transfer for each in work if each.region in EXPERT_REGIONS for transfer in each.transfers)
         return any(map(self._leaves_node, of_rows))
 
     def _leaves_node(self, transfer: Transfer) -> bool:
+        """Whether a transfer goes over the network."""
         return self.nodes.route(transfer).network > 0
 
     def skewed(self, seconds: float) -> float:

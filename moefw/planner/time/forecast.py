@@ -189,8 +189,9 @@ def forecast(
 ) -> Forecast:
     """Time of a spec whose plan is known. ``skew``: rows of the rank with most beside the mean.
 
-    The cluster lacks nothing for it (:func:`lacks`). Raises PlanError if the work is unknown, and SpecError if an
-    implementation is.
+    The cluster lacks nothing for it (:func:`lacks`). Raises PlanError if the work is unknown, or if the
+    software overlaps transfers of experts and the schedule has no pairs of passes; SpecError if an implementation is
+    unknown.
     """
     if plan.unknown or not plan.positions:
         raise PlanError(f"the time of a step is unknown, as its work is: {plan.unknown}.", "Leave out --cluster.")

@@ -156,7 +156,10 @@ def rehearse(
     micro_batches: int,
     ep_overlap: bool,
 ) -> Rehearsal:
-    """Rehearsal of a step of positions with such work, in which nothing of other positions runs."""
+    """Rehearsal of a step of positions with such work, in which nothing of other positions runs.
+
+    ``ep_overlap``: whether transfers of a pass run beside the other pass of its pair.
+    """
     passes: dict[int, Passes] = {}
     apart = True
     once = sums = stores = fetches = host_update = 0.0
@@ -194,8 +197,9 @@ def rehearse(
 
 @frozen
 class Ends:
-    """Seconds behind the last backward of a step: of sums of gradients and of copies that nothing hides, and of the
-    update.
+    """Seconds behind the last backward of a step.
+
+    ``sums_s`` and ``copies_s``: of sums of gradients, and of copies of states, that nothing hides.
     """
 
     sums_s: float
@@ -217,6 +221,7 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     exposed = count * scale.exposed(spent, is_merged=merged)
     waits = count * (busy[busiest] - scale.device(spent)) - exposed
 
+    # What the step takes beyond what its positions, in the mean, do themselves.
     beyond = played - count * sum(busy) / len(busy)
     if beyond < ROUNDING * played:
         beyond = 0.0
