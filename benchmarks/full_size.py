@@ -53,7 +53,7 @@ class Compared:
         found = forecast(assembly, ledger(assembly), row.cluster, row["system"].lower(), row.software)
         predictor = Predictor.empty()
         rehearsal = found.rehearsal
-        if row.schedules > 1:  # a step of a spec has one
+        if row.accumulation_steps > 1:  # a step of a spec has one
             rehearsal = evolve(rehearsal, steady=predictor.steady(row))
         planned = told(rehearsal, found.scale, row.factor(fitted()))
         closed = predictor.told(row, fitted())

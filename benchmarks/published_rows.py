@@ -76,7 +76,7 @@ RECOMPUTED: Final[Mapping[str, tuple[str, ...]]] = {
 ACCUMULATION: Final = re.compile(r"\bGA (\d+)")
 RECIPES: Final = Path(__file__).parent / "published" / "recipes.csv"
 FP8_HEAD: Final = "fp8_head"
-"""What a recipe turns on of its software, that no page says."""
+"""What a recipe switches on of its software, that no page says."""
 STATES: Final = "optimizer states"
 """What a row offloads that is no module."""
 
@@ -153,7 +153,7 @@ class Row:
             ep_overlap=(self["ep_overlap"] or self.overlap) == "true",
             fused_grouped_mlp="fused grouped MLP" in known or (is_full and not says),
             fp8_attention="fp8 attention" in known or (is_full and not says and self.is_narrow),
-            fp8_head=FP8_HEAD in self.recipe.get("on", ""),
+            fp8_head=FP8_HEAD in self.recipe.get("switched_on", ""),
             tensor_scales=self["precision"] == "fp8",
             offload=tuple(module for module in self.offload if module != STATES),
         )
@@ -262,7 +262,7 @@ class Row:
     @property
     def key(self) -> tuple[object, ...]:
         """All that a prediction depends on."""
-        return self.work.__repr__(), self.shapes, self.software, self["system"], self.tokens, self.schedules
+        return self.work.__repr__(), self.shapes, self.software, self["system"], self.tokens, self.accumulation_steps
 
     @property
     def micro_batches(self) -> int:
@@ -270,18 +270,19 @@ class Row:
         return max(1, self.number("global_batch") // (self.layout.dp * self.number("micro_batch")))
 
     @property
-    def schedules(self) -> int:
-        """Schedules that a step runs, one behind the other, as NeMo's gradient accumulation (``GA``) does."""
+    def accumulation_steps(self) -> int:
+        """Schedules that a step runs, one behind the other: NeMo's steps of gradient accumulation (``GA``)."""
         found = ACCUMULATION.search(self["notes"])
         said = int(found[1]) if found and self.layout.pp > 1 else 1
         return said if self.micro_batches % said == 0 else 1
 
     def order(self, count: int) -> Order:
         """Passes of each position in a step of so many micro-batches."""
-        each = count // self.schedules
+        each = count // self.accumulation_steps
         once = self._schedule(each)
         return [
-            [_later(entry, number * each) for number in range(self.schedules) for entry in entries] for entries in once
+            [_later(entry, number * each) for number in range(self.accumulation_steps) for entry in entries]
+            for entries in once
         ]
 
     def _schedule(self, count: int) -> Order:
@@ -357,9 +358,9 @@ class Predictor:
         """Schedule of a row's step."""
         layout = row.layout
         count = row.micro_batches
-        key = layout.pp, layout.chunks, row.software.ep_overlap, row.schedules, count
+        key = layout.pp, layout.chunks, row.software.ep_overlap, row.accumulation_steps, count
         if key not in self.schedules:
-            if row.schedules > 1:  # each of them fills and empties
+            if row.accumulation_steps > 1:  # each of them fills and empties
                 self.schedules[key] = Steady(Played.of(row.order(count)), None)
             else:
                 self.schedules[key] = Steady.of(lambda few: Played.of(row.order(few)), layout.pp, count)

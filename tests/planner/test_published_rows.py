@@ -26,7 +26,7 @@ def passes(row: Row) -> list[Counter[tuple[str, int, int]]]:
 def test_gradients_are_accumulated_over_schedules_that_each_fill_and_empty(name: str, schedules: int) -> None:
     row = ROWS[name]
     in_one = evolve(row, fields={**row.fields, "notes": row["notes"].replace("GA", "")})
-    assert (row.schedules, in_one.schedules) == (schedules, 1)
+    assert (row.accumulation_steps, in_one.accumulation_steps) == (schedules, 1)
     assert passes(row) == passes(in_one)
     one, several = (timeline(each.order(each.micro_batches), lambda _: 1) for each in (in_one, row))
     ends = [max(entries[-1][1] for entries in played) for played in (one, several)]
@@ -39,7 +39,7 @@ def test_gradients_are_accumulated_over_schedules_that_each_fill_and_empty(name:
 
 def test_a_step_that_does_not_divide_into_its_schedules_is_one() -> None:
     row = ROWS["p140"]
-    assert evolve(row, fields={**row.fields, "notes": "GA 7"}).schedules == 1
+    assert evolve(row, fields={**row.fields, "notes": "GA 7"}).accumulation_steps == 1
 
 
 def test_overlap_with_pp_has_at_least_two_stages_a_rank_and_pairs() -> None:
