@@ -162,7 +162,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def poison(run_dir: Path, parallel: dict[str, Any]) -> list[tuple[set[str], str]]:
-    """Poison each tensor of rank 1 in turn, of a dense layer and an MoE layer; return the names of non-finite tensors, and the message of a save."""
+    """Return the names of non-finite tensors and the message of a save, for each tensor of rank 1, poisoned in turn.
+
+    The model has a dense layer and an MoE layer.
+    """
     parts = {"gemm": {"use": "grouped"}, "parallel": parallel}
     sizes = {"vocab_size": 64, "num_layers": 2}
     model, assembly, layout, shared = open_model(whole_model(2, parts=parts, plugins=(), sizes=sizes))
