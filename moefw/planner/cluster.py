@@ -235,7 +235,7 @@ class Cluster:
     host_step_us: Figure | None = None
     """Microseconds of the host for a step of a model with few layers, without its passes."""
     host_layer_of_ranks_us: Figure | None = None
-    """As ``host_layer_us``, of ranks that train a model together."""
+    """As ``host_layer_us``, in the last micro-batch of a step of ranks that train a model together."""
     host_step_of_ranks_us: Figure | None = None
     """As ``host_step_us``, of ranks that train a model together: with the waits for each other."""
     host_cores: Figure | None = None

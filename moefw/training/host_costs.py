@@ -1,8 +1,8 @@
 """What the host takes for an operator in a layer, and for a step beside its passes: figures of a calibration.
 
 Models with a few tokens of a few values are trained: nearly all of their time is that of the host. Ranks train them
-alone and, where there are several, together: passes of a model whose gradients are summed over ranks run phase by
-phase, which takes the host more.
+alone and, where there are several, together: the passes of the last micro-batch of a step, and here it is the only one,
+run phase by phase if gradients are summed over ranks, which takes the host more.
 """
 
 from __future__ import annotations

@@ -118,9 +118,9 @@ TREE = {
 
 
 @cache
-def planned(ranks: int = 2, *, shard: bool = False, **sections: str) -> tuple[Assembly, Ledger]:
+def planned(ranks: int = 2, *, shard: bool = False, pp: int = 1, **sections: str) -> tuple[Assembly, Ledger]:
     """A spec and its plan. ``shard``: whether weights are gathered. ``sections``: the choices of others, as words."""
-    parallel: dict[str, Any] = {"experts": {"ep": 2}} if ranks == 2 else {}
+    parallel: dict[str, Any] = {"pp": pp, "experts": {"ep": ranks // pp}}
     if shard:
         parallel["dense"] = {"shard": "all"}
     tree = {**TREE, "parallel": parallel, **{name: {"use": use} for name, use in sections.items()}}
@@ -189,7 +189,10 @@ PLANTED = {
         with_node(all_reduce=collective(0.35, 400.0)),
         {"sums of gradients": 2.0},
     ),
-    "launches": (evolve(LAPTOP, host_layer_of_ranks_us=figure(12.0)), {"host launches": 0.5}),
+    "launches": (
+        evolve(LAPTOP, host_layer_us=figure(8.0), host_layer_of_ranks_us=figure(12.0)),
+        {"host launches": 0.5},
+    ),
     "steps": (evolve(LAPTOP, host_step_of_ranks_us=figure(4500.0)), {"batch and log": 0.5}),
 }
 
@@ -204,12 +207,30 @@ def test_what_halves_in_a_machine_moves_its_category_and_no_other(what: str) -> 
         assert after[name] / seconds == pytest.approx(expected.get(name, 1.0), rel=0.01), name
 
 
-def test_ranks_that_train_together_take_their_host_what_was_measured_of_such() -> None:
-    twice = evolve(LAPTOP, host_layer_us=figure(32.0), host_step_us=figure(6000.0))
+def test_a_step_of_ranks_that_train_together_takes_their_host_what_was_measured_of_such() -> None:
+    twice = evolve(LAPTOP, host_step_us=figure(6000.0))
     assert told(twice).told == told(LAPTOP).told
-    before, after = (told(on, 1).told.categories for on in (LAPTOP, twice))
-    for name in ("host launches", "batch and log"):
-        assert after[name] == pytest.approx(2 * before[name])
+    before, after = (told(on, 1).told.categories["batch and log"] for on in (LAPTOP, twice))
+    assert after == pytest.approx(2 * before)
+
+
+@pytest.mark.parametrize("on", [LAPTOP, evolve(LAPTOP, gpu=evolve(LAPTOP.gpu, threads=None))], ids=["threads", "gpu"])
+def test_the_last_micro_batch_takes_the_host_what_was_measured_with_sums_over_ranks(on: Cluster) -> None:
+    like_others, longer, longest = (evolve(on, host_layer_of_ranks_us=figure(us)) for us in (16.0, 24.0, 32.0))
+    steps = [told(each).told for each in (like_others, longer, longest)]
+    of_launches = [step.categories["host launches"] for step in steps]
+    of_both = [16.0 + last for last in (16.0, 24.0, 32.0)]  # a step has two micro-batches
+    assert of_launches == pytest.approx([of_launches[0] / 32.0 * us for us in of_both])
+    assert steps[0].step_s < steps[1].step_s < steps[2].step_s
+    assert steps[0].waits_for_host_s < steps[1].waits_for_host_s < steps[2].waits_for_host_s
+
+
+def test_where_nothing_is_summed_over_ranks_the_last_micro_batch_is_like_all_others() -> None:
+    longer = evolve(LAPTOP, host_layer_of_ranks_us=figure(48.0))
+    assert told(longer, 1).told == told(LAPTOP, 1).told
+    whole, halves = (told(LAPTOP, pp=pp).rehearsal.sums_s for pp in (1, 2))
+    assert whole > 0 == halves
+    assert told(longer, pp=2).told == told(LAPTOP, pp=2).told
 
 
 def test_an_error_bar_is_that_of_steps_that_were_checked_on_the_machine() -> None:

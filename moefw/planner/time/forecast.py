@@ -126,9 +126,10 @@ def lacks(cluster: Cluster, plan: Ledger | None = None, runs: Software | None = 
     """
     if cluster.is_measured:
         together = plan is not None and plan.world > 1
-        of_host = ("host_layer_of_ranks_us", "host_step_of_ranks_us") if together else ("host_layer_us", "host_step_us")
+        of_host = ("host_layer_of_ranks_us", "host_step_of_ranks_us") if together else ("host_step_us",)
         needed: dict[str, object] = {
             "gpu.passes": cluster.gpu.passes,
+            "host_layer_us": cluster.host_layer_us,
             **{name: getattr(cluster, name) for name in of_host},
         }
     else:

@@ -59,6 +59,9 @@ class Scale:
     passes: float
     host_s: float
     """Seconds of the host for a launch."""
+    last_host_s: float
+    """The same in the last micro-batch of a step whose gradients are summed over ranks: its backward runs phase by
+    phase, for sums to begin as soon as gradients end."""
     gap_s: float
     """Seconds between two kernels of a graph."""
     transfers: float
@@ -91,12 +94,14 @@ class Scale:
 
         Transfers have threads of their own, but no cores of their own.
         """
+        host_s = _seconds(cluster.host_layer_us)
         return cls(
             products=1.0,
             experts=1.0,
             attention=1.0,
             passes=1.0,
-            host_s=_seconds(cluster.host_layer_us if world == 1 else cluster.host_layer_of_ranks_us),
+            host_s=host_s,
+            last_host_s=host_s if world == 1 else _seconds(cluster.host_layer_of_ranks_us),
             gap_s=0.0,
             transfers=1.0,
             tensor=1.0,
@@ -126,12 +131,14 @@ class Scale:
         assert cluster.gpu.board_power_w is not None, "the cluster lacks no figure"
         power = (cluster.gpu.board_power_w.value / figures.generation(cluster).board_power_w.value) ** numbers.power
         launch = figures.host_launch_us if cluster.host_launch_us is None else cluster.host_launch_us
+        host_s = launch.value * MICRO * numbers.host
         return cls(
             products=1 / (numbers.products * power),
             experts=1 / (numbers.products * numbers.grouped * power),
             attention=1 / power,
             passes=1 / numbers.passes,
-            host_s=launch.value * MICRO * numbers.host,
+            host_s=host_s,
+            last_host_s=host_s,
             gap_s=figures.gap_us.value * MICRO,
             transfers=numbers.transfers,
             tensor=figures.tensor_parallel_exposed.value,

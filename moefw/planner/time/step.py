@@ -225,12 +225,17 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     beyond = played - count * sum(busy) / len(busy)
     if beyond < ROUNDING * played:
         beyond = 0.0
+    # Where gradients are summed over ranks, the host takes longer for the last micro-batch.
+    of_last = evolve(scale, host_s=scale.last_host_s) if rehearsal.sums_s else scale
+    longer = _busy(rehearsal.passes[busiest], of_last, is_merged=merged) - busy[busiest]
+
     # A single stage waits for no other: the first forward and the last backward have no partner that hides transfers.
     bubble, unpaired = (beyond, 0.0) if len(busy) > 1 else (0.0, beyond)
 
     ends = _ends(rehearsal, rehearsal.passes[busiest], scale)
     categories = {
         **_of_micro_batches(rehearsal, spent, scale),
+        "host launches": (count - 1) * scale.host(spent) + of_last.host(spent),
         OFFLOADING: count * (spent.stores + spent.fetches) + rehearsal.stores_s + rehearsal.fetches_s,
         "sums of gradients": rehearsal.sums_s,
         "optimizer": ends.update_s,
@@ -238,10 +243,10 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
         "batch and log": scale.step_s,
     }
     return Told(
-        step_s=factor * (played + ends.sums_s + ends.update_s + ends.copies_s + scale.step_s),
+        step_s=factor * (played + longer + ends.sums_s + ends.update_s + ends.copies_s + scale.step_s),
         categories={name: factor * value for name, value in categories.items() if value},
         exposed_s=factor * (exposed + unpaired + ends.sums_s + ends.copies_s),
-        waits_for_host_s=factor * max(0.0, waits),
+        waits_for_host_s=factor * max(0.0, waits + longer),
         bubble_s=factor * bubble,
         busiest=busiest,
     )
@@ -261,7 +266,7 @@ def _ends(rehearsal: Rehearsal, passes: Passes, scale: Scale) -> Ends:
 
 
 def _of_micro_batches(rehearsal: Rehearsal, spent: Spent, scale: Scale) -> Mapping[str, float]:
-    """Seconds of each category that all micro-batches spend, of which each spends so much."""
+    """Seconds of each category that all micro-batches spend alike, of which each spends so much."""
     count = rehearsal.micro_batches
     return {
         "products": count * scale.products * spent.products,
@@ -271,7 +276,6 @@ def _of_micro_batches(rehearsal: Rehearsal, spent: Spent, scale: Scale) -> Mappi
         "kernel gaps": count * scale.gap_s * spent.kernels,
         "expert transfers": count * scale.transfers * spent.expert_transfers,
         "other transfers": count * (spent.tensor_transfers + spent.gathers),
-        "host launches": count * scale.host(spent),
     }
 
 
@@ -299,7 +303,7 @@ def seconds_without(category: str, rehearsal: Rehearsal, scale: Scale) -> float:
     elif category == "kernel gaps":
         scale = evolve(scale, gap_s=0.0)
     elif category == "host launches":
-        scale = evolve(scale, host_s=0.0)
+        scale = evolve(scale, host_s=0.0, last_host_s=0.0)
     elif category == "sums of gradients":
         rehearsal = evolve(rehearsal, sums_s=0.0)
     elif category == "optimizer":
