@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from dispatchers import DISPATCHERS
 from memory_cases import Allocations, offload, recompute
+from moefw.core.stages import stage
 from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.forward_context import forward_with
+from moefw.runtime.phases import PhaseCall, differentiable
 from moefw.testing.pool import RankPool
 from moefw.testing.suites.runs import global_batch, open_model, whole_model
 from moefw.testing.suites.watch import same_bits
@@ -150,6 +153,52 @@ def test_a_scheduler_holds_what_autograd_saves_and_no_byte_more(policy: str) -> 
         flow.backward()
     assert in_phases.live_bytes() < saved / 2
     shared.close()
+
+
+class Named(NamedTuple):
+    """What a third party may pass on."""
+
+    first: Any
+    second: Any
+
+
+@stage
+class Kept:
+    """A stage of a layer, with an optional field."""
+
+    rows: Any
+    others: Any = None
+
+
+def test_gradients_of_a_phase_are_those_of_the_tensors_in_any_pytree() -> None:
+    with_gradient = [torch.full((2,), float(number), requires_grad=True) for number in range(1, 5)]
+    counts = torch.arange(2)
+    unchanged = Kept(rows=counts)
+    first, second, third, fourth = with_gradient
+    passed = Named({"a": [first, counts], "b": None}, (Kept(rows=second, others=unchanged), third, fourth, "text"))
+    seen: list[Any] = []
+
+    def phase(value: Any) -> Any:
+        seen.append(value)
+        (kept, *others, _) = value.second
+        return Kept(rows=value.first["a"][0] * 2 + kept.rows * 3, others=[others[0] * 5, counts])
+
+    call = PhaseCall()
+    output = call.run(phase, passed)
+    (value,) = seen
+    assert (type(value), type(value.second[0])) == (Named, Kept)
+    assert value.second[0].others is unchanged
+    assert value.first["a"][1] is counts
+    assert differentiable(passed) == with_gradient == tree_leaves_with_gradient(passed)
+    assert differentiable(output) == [output.rows, output.others[0]]
+    grads = call.backward([torch.ones(2), torch.ones(2)])
+    assert [None if grad is None else grad.tolist() for grad in grads] == [[2.0] * 2, [3.0] * 2, [5.0] * 2, None]
+    assert all(tensor.grad is None for tensor in with_gradient)
+
+
+def tree_leaves_with_gradient(value: Any) -> list[Any]:
+    """The same as PyTorch finds them."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def test_a_phase_whose_backward_never_runs_leaves_nothing() -> None:

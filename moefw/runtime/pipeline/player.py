@@ -11,12 +11,12 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from moefw.core.records import Action, Entry, Pair
 from moefw.core.stages import Batch, Output
 from moefw.runtime.compute.wgrads import Wgrads
-from moefw.runtime.phases import first_uses, straight
+from moefw.runtime.phases import differentiable, first_uses, straight
 from moefw.runtime.pipeline.in_flight import InFlight
 from moefw.runtime.pipeline.link import Direction, next_stage
 from moefw.runtime.pipeline.merging import merged
@@ -219,7 +219,7 @@ class Player:
             return
         # The last stage: backward begins with the scale of the loss as the gradient of each of its terms.
         scale = self.batches[number].loss_scale
-        scales = [scale for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        scales = [scale for _ in differentiable(output)]
         self._grads[key] = lambda: scales
         without_graph: Output = tree_map_only(Tensor, torch.detach, output)
         self._outputs.append(without_graph)
