@@ -80,7 +80,7 @@ def case_of(order: str) -> LayerCase:
 def opened(case: LayerCase) -> Iterator[tuple[Engine, Callable[[Any], Any], Any]]:
     """Yield an engine of the case, what runs a step with a clock on this rank, and the process group of rows."""
     model, assembly, layout, shared = open_model(case)
-    run = micro_batches.in_stages(model, delay_wgrads=assembly.spec.train.delay_wgrads)
+    run = micro_batches.by_schedule(model, delay_wgrads=assembly.spec.train.delay_wgrads)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.0), layout, clip_norm=None, run=run)
     batches = global_batch(assembly, layout, 0)
     yield engine, lambda clock: engine.step(batches, 0.0, clock), layout.group("ep", "etp")

@@ -136,17 +136,13 @@ class Layer(nn.Module):
         experts = expert_parameters(self.moe)
         return [parameter for parameter in self.parameters() if parameter in experts]
 
-    @torch.no_grad()
     def average_gradients(self) -> None:
         """Average each parameter's gradient over all ranks, as DDP and FSDP do with others. Collective over all ranks.
 
         The gradient of an expert that one rank holds is already a sum over the tokens of the ranks that share experts.
-        A parameter without a gradient gets zeros.
+        A parameter without a gradient gets zeros, unless it is frozen.
         """
-        Gradients(self.moe, self.layout).add_up()
-        for parameter in self.moe.parameters():
-            assert parameter.grad is not None, "one without a gradient has got zeros"
-            parameter.grad /= self.layout.plan.world
+        Gradients(self.moe, self.layout).average()
 
     def close(self) -> None:
         """Free what exists once in the process, such as buffers of a dispatcher. Collective. May be called twice."""

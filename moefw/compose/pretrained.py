@@ -201,7 +201,6 @@ class Pretrained(nn.Module):
         self._losses = ()
         return total * self.layout.size("cp", "tp")
 
-    @torch.no_grad()
     def average_gradients(self) -> None:
         """Average each parameter's gradient over all ranks, as DDP does. Collective over all ranks.
 
@@ -209,12 +208,7 @@ class Pretrained(nn.Module):
         which do not train here. Call it once, behind the backward passes of a step. A parameter without a gradient gets
         zeros, unless it is frozen.
         """
-        gradients = Gradients(self.module, self.layout)
-        gradients.add_up()
-        for family in gradients.families:
-            for parameter in family.parameters:
-                assert parameter.grad is not None, "one without a gradient has got zeros"
-                parameter.grad /= self.layout.plan.world
+        Gradients(self.module, self.layout).average()
 
     def update(self) -> None:
         """Advance the state of the routers, such as an expert bias, by the forwards in training since the last update.

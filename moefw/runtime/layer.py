@@ -80,9 +80,9 @@ class MoELayer(nn.Module):
         experts: nn.Module,
         shared_expert: nn.Module | None = None,
         first_expert: int | None = None,
-        budgeted: bool = False,
-        region: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, function: function,
-        movement: Callable[..., Callable[..., Any]] = lambda _, finish, __: finish,
+        budgeted: bool,
+        region: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+        movement: Callable[..., Callable[..., Any]],
     ) -> None:
         super().__init__()
         self.number = number

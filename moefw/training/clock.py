@@ -133,14 +133,6 @@ def render(breakdown: Sequence[SectionTime]) -> Table:
     return table
 
 
-def render_text(breakdown: Sequence[SectionTime]) -> str:
-    """Breakdown as one line: ``step 412.0 ms: forward 130.2 ms 31.6%, ...``; empty for no breakdown."""
-    if not breakdown:
-        return ""
-    parts = [f"{row.section} {_milliseconds(row.seconds_per_step)} ms {row.share:.1%}" for row in breakdown]
-    return f"step {_milliseconds(sum(row.seconds_per_step for row in breakdown))} ms: {', '.join(parts)}"
-
-
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}"
 

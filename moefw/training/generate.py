@@ -7,11 +7,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from moefw.core.data import DataSource
 from moefw.core.errors import DataError
 from moefw.core.stages import Batch
 from moefw.models.past import Past
+from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.compute.weights import FORWARD
 from moefw.runtime.finite import is_finite
 from moefw.system.stamps import stamp
@@ -36,12 +38,14 @@ def generate(
     temperature: float,
     seed: int,
     window: int,
+    group: ProcessGroup | None = None,
 ) -> str:
     """Text of ``prompt`` and of up to ``tokens`` tokens more, drawn from the softmax at ``temperature``.
 
     It ends behind one of ``DataSource.ends``. At temperature 0 each token is the likeliest. ``window``: see
-    :class:`Reader`. Every rank that shares the model passes the same arguments. Raises DataError if the prompt is
-    empty, and NotFiniteError.
+    :class:`Reader`. Ranks that share the model pass the same arguments, and their host group as ``group``: its first
+    rank chooses each token, as logits may differ in their last bits, and the forward passes are collective. Raises
+    DataError if the prompt is empty, and NotFiniteError.
     """
     if not prompt:
         raise DataError("the prompt is empty.", "Give --prompt some text.")
@@ -54,16 +58,23 @@ def generate(
         for _ in range(tokens):
             stamp("sampling text")
             logits_V = read(ids)[: data.vocab_size]
-            if not is_finite(logits_V):
+            of_ranks = everywhere(_chosen(logits_V, temperature, generator), group)
+            if None in of_ranks:
                 raise NotFiniteError("the logits of the next token are not finite.")
-            if temperature == 0:
-                ids.append(int(logits_V.argmax()))
-            else:
-                ids.append(int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)))
+            ids.append(of_ranks[0])
             if ids[-1] in data.ends:
                 break
     model.train(was_training)
     return data.decode(ids)
+
+
+def _chosen(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int | None:
+    """A token drawn from the softmax at a temperature, at 0 the likeliest; None: logits are not finite."""
+    if not is_finite(logits_V):
+        return None
+    if temperature == 0:
+        return int(logits_V.argmax())
+    return int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))
 
 
 class Reader:

@@ -52,7 +52,7 @@ def run_of(
     plain = in_order(model, keep_routes=keep_routes, main_gradients=main_gradients)
     if not isinstance(model, Pipelined):
         return plain
-    played = in_stages(
+    played = by_schedule(
         model,
         keep_routes=keep_routes,
         main_gradients=main_gradients,
@@ -70,7 +70,7 @@ def run_of(
     return run
 
 
-def in_stages(
+def by_schedule(
     model: Any,
     *,
     keep_routes: bool = False,

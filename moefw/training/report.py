@@ -85,6 +85,7 @@ def conclude(session: Session, run_dir: Path, clock: StepClock, console: Console
         temperature=SAMPLE_TEMPERATURE,
         seed=spec.run.seed,
         window=spec.train.seq_len,
+        group=session.layout.host_group(),
     )
     if not session.leads:
         return

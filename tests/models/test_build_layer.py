@@ -38,9 +38,12 @@ def tokens(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def tensors(layer: moefw.Layer, *, gradients: bool) -> dict[str, Tensor]:
-    """Parameters or gradients by canonical name, of the experts that this rank holds."""
+    """Parameters or gradients by canonical name, of the experts that this rank holds. What is frozen has no gradient."""
     found = {}
     for parameter, pieces in by_parameter(layer.moe):
+        if gradients and not parameter.requires_grad:
+            assert parameter.grad is None
+            continue
         for piece in pieces:
             values = parameter.grad if gradients else parameter.detach()
             assert values is not None
@@ -48,9 +51,10 @@ def tensors(layer: moefw.Layer, *, gradients: bool) -> dict[str, Tensor]:
     return found
 
 
-def step(sections: dict[str, Any]) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """Output, loss and gradients of one step on this rank."""
+def step(sections: dict[str, Any], frozen: bool = False) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """Output, loss and gradients of one step on this rank. ``frozen``: whether the router is."""
     layer = moefw.build_layer(**SIZES, routing=ROUTING, init_std=0.5, **sections)
+    layer.moe.router.requires_grad_(not frozen)
     x, mask_BS = tokens(dist.get_rank() if dist.is_initialized() else 0)
     output = layer(x, mask_BS)
     loss = output.out[mask_BS].square().mean() + output.losses
@@ -102,6 +106,16 @@ def test_outputs_losses_and_gradients_are_those_of_the_definition(pool: RankPool
         for name, gradient in own.items():
             torch.testing.assert_close(gradient, gradients[name], msg=name)
     assert set().union(*(own for _, _, own in ranks)) == gradients.keys()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_beside_a_frozen_router_are_averaged_all_the_same(pool: RankPool, world: int) -> None:
+    ranks = pool.run(step, world, {"parallel": {"experts": {"ep": world}}}, True)
+    _, _, gradients = expected(world)
+    for _, _, own in ranks:
+        for name, gradient in own.items():
+            torch.testing.assert_close(gradient, gradients[name], msg=name)
+    assert set().union(*(own for _, _, own in ranks)) == gradients.keys() - {"router.weight"}
 
 
 def test_tokens_of_a_batch_are_those_of_its_rows() -> None:

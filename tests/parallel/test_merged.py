@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 from unittest import mock
@@ -28,7 +29,9 @@ from moefw.plugins.pipelines.v_shaped import DualPipeV
 from moefw.runtime.communication.movement import Flight
 from moefw.runtime.naming import canonical_parameters
 from moefw.runtime.phases import Phase, PhaseCall
+from moefw.runtime.pipeline.in_flight import InFlight
 from moefw.runtime.pipeline.merging import merged
+from moefw.runtime.pipeline.player import Key, Player
 from moefw.runtime.pipeline.timeline import idle_share, most_in_flight, timeline
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
@@ -152,6 +155,51 @@ def test_a_merged_pipeline_has_the_bits_of_the_same_schedule_apart(pool: RankPoo
     merged_case = case_of(4, pipeline=pipeline, **parts)
     delayed = case_of(4, pipeline=pipeline, train={"delay_wgrads": True}, **parts)
     assert_same_bits(pool, 4, plain, merged_case, delayed)
+
+
+def waits_of_a_step(case: LayerCase) -> list[tuple[str, bool]]:
+    """Each wait for what a neighbour sends, with whether it belongs to the pass that waits."""
+    model, assembly, layout, shared = open_model(case)
+    batches = [replace(batch, loss_scale=torch.tensor(1.0)) for batch in global_batch(assembly, layout, 0)]
+    within: list[Action] = []
+    waits: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def around(action: Action, beside: Action | None) -> Iterator[None]:
+        del beside
+        within.append(action)
+        yield
+        within.pop()
+
+    class Waits(Player):
+        """Notes what it does while it waits."""
+
+        def _begin_forward(self, key: Key) -> InFlight:
+            self._note("F", key)
+            return super()._begin_forward(key)
+
+        def _begin_backward(self, key: Key) -> InFlight:
+            self._note("B", key)
+            return super()._begin_backward(key)
+
+        def _note(self, kind: str, key: Key) -> None:
+            now = (kind, *key)
+            inside = [(action.kind, action.stage, action.micro_batch) for action in within] == [now]
+            told = self.link.playing
+            waits.append((kind, inside and told is within[0]))
+
+    for _ in Waits(model, batches).play(around):
+        pass
+    shared.close()
+    return waits
+
+
+def test_a_wait_for_a_neighbour_belongs_to_its_pass_in_a_pair_too(pool: RankPool) -> None:
+    pipeline = {"use": "interleaved", "merged": True}
+    case = case_of(2, parallel={"pp": 2}, num_layers=4, pipeline=pipeline)
+    for waits in pool.run(waits_of_a_step, 2, case):
+        assert len(waits) == 2 * MICRO_BATCHES * 2  # forward and backward in two stages
+        assert all(belongs for _, belongs in waits), waits
 
 
 # The order of phases.

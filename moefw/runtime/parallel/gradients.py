@@ -131,6 +131,15 @@ class Gradients:
                 assert group_of_stages is not None, "several stages hold the parameters"
                 all_reduce_flat(_local(family.parameters), group_of_stages)
 
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average each parameter's gradient over all ranks. A parameter without one gets zeros, unless it is frozen."""
+        self.add_up()
+        for family in self.families:
+            for parameter in family.parameters:
+                assert parameter.grad is not None, "one without a gradient has got zeros"
+                parameter.grad /= self.layout.plan.world
+
     def settle(self) -> None:
         """Wait for sums under way. A step that is run again does so before it drops its gradients."""
         for under_way in self._under_way:

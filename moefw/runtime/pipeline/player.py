@@ -168,8 +168,12 @@ class Player:
         Weight gradients that wait for a movement which does not come are computed last, behind these sends.
         """
         forward, backward = pair.passes
-        ahead = self._begin_forward(_key(forward))
-        back = self._begin_backward(_key(backward))
+        self.link.playing = forward
+        with around(forward, backward):
+            ahead = self._begin_forward(_key(forward))
+        self.link.playing = backward
+        with around(backward, forward):
+            back = self._begin_backward(_key(backward))
         for kind, phases in groupby(merged(ahead.phases, back.phases)):
             action, beside = (forward, backward) if kind == "F" else (backward, forward)
             self.link.playing = action

@@ -35,13 +35,13 @@ class ForcedRouter(nn.Module, Router):
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Routing of the tokens; masked tokens are not routed, and no other token takes their turns."""
         logits_TE = wide_linear(x_TD, self.weight, torch.float32)
-        recorded_TK = batch.route(self._layer, len(x_TD), self._top_k)
-        ids_TK = self._in_turn(len(x_TD), batch) if recorded_TK is None else recorded_TK
+        given_TK = batch.route(self._layer, len(x_TD), self._top_k)
+        ids_TK = self._in_turn(len(x_TD), batch) if given_TK is None else given_TK
         mask_T = batch.mask_T
         if mask_T is not None:
             ids_TK = ids_TK.masked_fill(~mask_T.unsqueeze(-1), -1)
         weights_TK = logits_TE.gather(1, ids_TK.clamp_min(0)).softmax(-1).masked_fill(ids_TK < 0, 0.0)
-        all_kept = mask_T is None and recorded_TK is None
+        all_kept = mask_T is None and given_TK is None
         return Routing(
             expert_ids_TK=ids_TK,
             weights_TK=weights_TK,

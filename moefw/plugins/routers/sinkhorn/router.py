@@ -48,8 +48,8 @@ class SinkhornRouter(nn.Module, Router):
         mask_T = batch.mask_T
         logits_TE = wide_linear(x_TD, self.weight, self._dtype)
         scores_TE = logits_TE.sigmoid() if self._top_k == 1 else logits_TE.softmax(-1)
-        recorded_TK = batch.route(self._layer, len(x_TD), self._top_k)
-        ids_TK = recorded_TK
+        given_TK = batch.route(self._layer, len(x_TD), self._top_k)
+        ids_TK = given_TK
         if ids_TK is None:
             chosen_by_TE = self._plan(logits_TE, batch) if self.training else logits_TE
             ids_TK = chosen_by_TE.topk(self._top_k).indices
@@ -69,7 +69,7 @@ class SinkhornRouter(nn.Module, Router):
             scores_TE=scores_TE,
             stats={"tokens_per_expert": count_choices(ids_TK, self._num_experts)},
             aux_losses=aux_losses,
-            num_rows=ids_TK.numel() if mask_T is None and recorded_TK is None else None,
+            num_rows=ids_TK.numel() if mask_T is None and given_TK is None else None,
         )
 
     def _plan(self, logits_TE: Tensor, batch: Batch) -> Tensor:

@@ -106,18 +106,18 @@ class TopKRouter(nn.Module, Router):
             logits_TE = logits_TE + self.bias.to(self._dtype)
         bias_E = None if self._bias is None else getattr(self, self._bias)
         # (T, E) -> (T, K). Choices of an earlier forward are replayed; -1 among them is none.
-        replayed_TK = None if batch.routes is None else batch.route(self._layer, len(x_TD), self._choice.k)
+        given_TK = None if batch.routes is None else batch.route(self._layer, len(x_TD), self._choice.k)
         stats: Stats = {}
-        if self._quantile is None and replayed_TK is None:
+        if self._quantile is None and given_TK is None:
             chosen = route(logits_TE, self._choice, bias_E, mask_T)
         else:
-            chosen, stats = self._route_to(replayed_TK, logits_TE, bias_E, batch)
+            chosen, stats = self._route_to(given_TK, logits_TE, bias_E, batch)
         ids_TK, weights_TK, counts_E, scores_TE, entropy = chosen
         stats["tokens_per_expert"] = counts_E
         if entropy is not None and self.training:
             stats[ROUTER_ENTROPY] = entropy
         # Balance losses count the plain top-k, whatever bias, groups or capacity change of it.
-        is_plain = bias_E is None and replayed_TK is None and self._choice.groups is None
+        is_plain = bias_E is None and given_TK is None and self._choice.groups is None
         plain_TK = ids_TK if is_plain else None
         choices_TK: Tensor | None = None
         capacity: int | None = None
@@ -125,7 +125,7 @@ class TopKRouter(nn.Module, Router):
             choices_TK = ids_TK
             ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats, batch)
         has_dropped = choices_TK is not None and choices_TK is not ids_TK
-        all_kept = mask_T is None and replayed_TK is None and not has_dropped
+        all_kept = mask_T is None and given_TK is None and not has_dropped
         aux_losses: dict[str, Tensor] = {}
         pooled: Pooled = {}
         if self._losses is not None:
@@ -154,17 +154,17 @@ class TopKRouter(nn.Module, Router):
         return self._losses.over_layers(pooled)
 
     def _route_to(
-        self, replayed_TK: Tensor | None, logits_TE: Tensor, bias_E: Tensor | None, batch: Batch
+        self, given_TK: Tensor | None, logits_TE: Tensor, bias_E: Tensor | None, batch: Batch
     ) -> tuple[Chosen, Stats]:
         """Routing to replayed experts, or else to those that the quantile chooses, and its statistics."""
         mask_T = batch.mask_T
         stats: Stats = {}
         if self._quantile is not None:
             ids_TK, stats = self._quantile(logits_TE, bias_E, batch)
-        if replayed_TK is None:
+        if given_TK is None:
             return route_to(ids_TK, logits_TE, self._choice, mask_T), stats
         # A dropped choice gets some valid id, as ``route_to`` takes it.
-        return route_to(replayed_TK.clamp_min(0), logits_TE, self._choice, mask_T, replayed_TK < 0), stats
+        return route_to(given_TK.clamp_min(0), logits_TE, self._choice, mask_T, given_TK < 0), stats
 
     def _drop(
         self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats, batch: Batch
