@@ -23,7 +23,7 @@ import moefw
 import record
 from moe_layer import TINY, Layer, Shape, model_context, off, relative
 from moefw.core.contracts import Precision
-from moefw.core.records import Pass, Role, RowGroups
+from moefw.core.records import GemmPass, Role, RowGroups
 from moefw.plugins.precision.quantized.gpus import BLOCKS_OF_128, MXFP8, NVFP4, TENSORS, Gpus
 from moefw.runtime.compute.grouped_mm import grouped_mm
 from timing import device_to_measure, race, racing
@@ -113,7 +113,7 @@ def product_errors(device: torch.device, shape: Shape, precision: Mapping[str, A
     drawn = {name: torch.randn(size, device=device, generator=generator).bfloat16() for name, size in sizes.items()}
     drawn["weight"] = torch.randn(shape.num_experts, shape.expert_dim, shape.dim, device=device, generator=generator)
 
-    def product(recipe: Precision, during: Pass) -> Tensor:
+    def product(recipe: Precision, during: GemmPass) -> Tensor:
         rows = RowGroups(ends_e=ends_e)
 
         def operand(name: str, role: Role) -> Any:
@@ -125,7 +125,7 @@ def product_errors(device: torch.device, shape: Shape, precision: Mapping[str, A
             return grouped_mm(operand("grad", "grad"), operand("weight", "weight"), ends_e).bfloat16()
         return grouped_mm(operand("grad", "grad").mT, operand("x", "input"), ends_e).bfloat16()
 
-    return {during: relative(product(mine, during), product(emulated, during)) for during in get_args(Pass)}
+    return {during: relative(product(mine, during), product(emulated, during)) for during in get_args(GemmPass)}
 
 
 if __name__ == "__main__":

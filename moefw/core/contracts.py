@@ -13,8 +13,8 @@ from moefw.core.errors import PlanError
 from moefw.core.records import (
     AdaptedWeight,
     Canonical,
+    GemmPass,
     HeadRows,
-    Pass,
     Role,
     RowGroups,
     SavedOperand,
@@ -342,7 +342,7 @@ class Precision(ABC):
         return self
 
     @abstractmethod
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
+    def quantize(self, x: Tensor, *, role: Role, during: GemmPass, rows: RowGroups | None = None) -> Any:
         """Operand that replaces ``x`` in a GEMM.
 
         It is a tensor, or an object with ``mT``, ``@`` and ``grouped_mm(other, ends_e)``, which multiply as torch's do.
@@ -360,17 +360,19 @@ class Precision(ABC):
         """
         return None
 
-    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
+    def keep(
+        self, x: Tensor, used: Any, *, role: Role, during: GemmPass, rows: RowGroups | None = None
+    ) -> SavedOperand:
         """Saved operand of ``x`` for ``during``, a pass of backward. ``used`` is its operand of fprop."""
         return SavedOperand((used,), lambda saved: saved[0])
 
-    def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], Any]]:
+    def weight_operands(self, weight: Tensor, passes: Sequence[GemmPass]) -> Mapping[GemmPass, Callable[[], Any]]:
         """Function for each of ``passes``, fprop or dgrad, that returns the operand of a weight.
 
         They are made once for all micro-batches of a step. What they hold is held until its end.
         """
 
-        def operand_of(during: Pass) -> Callable[[], Any]:
+        def operand_of(during: GemmPass) -> Callable[[], Any]:
             operand = self.quantize(weight, role="weight", during=during)
             return lambda: operand
 

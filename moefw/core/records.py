@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
 Role = Literal["input", "weight", "grad"]
-Pass = Literal["fprop", "dgrad", "wgrad"]
+GemmPass = Literal["fprop", "dgrad", "wgrad"]
+"""One of the products of a layer with a weight: its output, the gradient of its input, or that of its weight."""
 Side = Literal["dense", "experts"]
 """One of the two meshes: ``dense`` for attention, embedding and loss, ``experts`` for the routed experts."""
 Zero = Literal[1, 2, 3]

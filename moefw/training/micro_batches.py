@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from moefw.core.records import PASSES, Action, Pair, Pass, Zero
+from moefw.core.records import PASSES, Action, GemmPass, Pair, Zero
 from moefw.core.stages import Batch
 from moefw.runtime.compute.weights import TRAINING, Accumulator, shared_by_micro_batches
 from moefw.runtime.pipeline.player import Player
@@ -145,7 +145,7 @@ def _reduce_pass(model: Any, *, with_root: bool = True) -> None:
 
 @contextmanager
 def passes_share(
-    model: nn.Module, passes: Sequence[Pass] = TRAINING, *, added_up_in: torch.dtype | None = None
+    model: nn.Module, passes: Sequence[GemmPass] = TRAINING, *, added_up_in: torch.dtype | None = None
 ) -> Iterator[Callable[[], None]]:
     """Enter a block of passes that share operands of weights, and the gathered weights of ZeRO 1 and 2.
 

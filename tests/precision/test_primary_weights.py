@@ -19,7 +19,7 @@ from gathers import Gathers
 from moefw.compose.machine import lone_site
 from moefw.compose.optimizer import build_optimizer
 from moefw.core.errors import ContractError, MoefwError, PlanError
-from moefw.core.records import Pass
+from moefw.core.records import GemmPass
 from moefw.core.site import Dims, Machine
 from moefw.plugins.precision.quantized import encoders
 from moefw.plugins.precision.quantized.blockwise_products import BlockwiseProducts
@@ -344,7 +344,7 @@ def test_matrices_are_cut_and_joined_between_blocks() -> None:
 
 @pytest.mark.parametrize("shape", [(256, 384), (2, 128, 256)])
 @pytest.mark.parametrize("during", ["fprop", "dgrad"])
-def test_operands_that_stay_codes_are_those_of_the_fp32_weight(shape: tuple[int, ...], during: Pass) -> None:
+def test_operands_that_stay_codes_are_those_of_the_fp32_weight(shape: tuple[int, ...], during: GemmPass) -> None:
     values = torch.randn(shape)
     encoder = encoders.Blockwise(power_of_two=True, primary=SquareBlocks(power_of_two=True))
     recipe = ScaledRecipe(encoder, BlockwiseProducts(), activations="bf16")

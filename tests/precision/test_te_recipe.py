@@ -15,12 +15,12 @@ from torch import Tensor
 import moefw
 from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
-from moefw.core.records import Pass, Role, RowGroups
+from moefw.core.records import GemmPass, Role, RowGroups
 from moefw.plugins.precision.quantized.nvfp4 import NVFP4
 from moefw.runtime.compute.grouped_mm import grouped_mm
 from te_recipes import RECIPES, recipe
 
-OPERANDS: list[tuple[Role, Pass]] = [
+OPERANDS: list[tuple[Role, GemmPass]] = [
     ("input", "fprop"), ("weight", "fprop"), ("grad", "dgrad"), ("weight", "dgrad"), ("grad", "wgrad"), ("input", "wgrad"),
 ]  # fmt: skip
 LAYOUTS = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
@@ -52,7 +52,7 @@ def in_groups() -> RowGroups:
 @pytest.mark.parametrize(("role", "during"), OPERANDS)
 @pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "blackwell"])
 def test_operands_are_those_of_emulation_bit_for_bit(
-    te: Any, name: str, role: Role, during: Pass, hopper: bool
+    te: Any, name: str, role: Role, during: GemmPass, hopper: bool
 ) -> None:
     te.HOPPER[0] = hopper
     x = drawn(256, 384, seed=1)
@@ -67,7 +67,7 @@ def test_operands_are_those_of_emulation_bit_for_bit(
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(("role", "during"), [pair for pair in OPERANDS if pair[0] != "weight"])
-def test_groups_of_rows_are_those_of_emulation(te: Any, name: str, role: Role, during: Pass) -> None:
+def test_groups_of_rows_are_those_of_emulation(te: Any, name: str, role: Role, during: GemmPass) -> None:
     """Rows past the last group are not read; one group is empty."""
     x = torch.cat([drawn(ENDS[-1], 256, seed=1), torch.full((5, 256), torch.nan, dtype=torch.bfloat16)])
     rows = in_groups()
@@ -118,7 +118,7 @@ def test_rows_are_quantized_both_ways_in_one_call(
     x, rows, made = drawn(ENDS[-1], 256, seed=1), in_groups(), at_a_gemm(name, "te", 4)
     first, kept = made.both_ways(x, role, rows)  # type: ignore[attr-defined]
     assert quantized == [(size, 256) for size in SIZES]
-    passes: tuple[Pass, Pass] = ("fprop" if role == "input" else "dgrad", "wgrad")
+    passes: tuple[GemmPass, GemmPass] = ("fprop" if role == "input" else "dgrad", "wgrad")
     for operand, during in zip((first, kept.operand(kept.tensors)), passes, strict=True):
         assert_same_codes(operand, at_a_gemm(name, "te", 4).quantize(x, role=role, during=during, rows=rows))
 
@@ -182,7 +182,7 @@ def test_grouped_products_are_those_of_emulation(te: Any, name: str) -> None:
     assert rows.ends_e is not None
 
     def three(one: Precision) -> list[Tensor]:
-        def quantize(tensor: Tensor, role: Role, during: Pass) -> Any:
+        def quantize(tensor: Tensor, role: Role, during: GemmPass) -> Any:
             about = None if role == "weight" else rows
             used = tensor[: ENDS[-1]] if during == "wgrad" else tensor
             return one.quantize(used, role=role, during=during, rows=about)

@@ -23,7 +23,7 @@ from codes_stay import dequantize_in_kernel_alone
 from dispatchers import DISPATCHERS
 from moefw.compose.machine import this_machine
 from moefw.core.contracts import Precision
-from moefw.core.records import Pass, Role, RowGroups
+from moefw.core.records import GemmPass, Role, RowGroups
 from moefw.core.site import Machine, Site
 from moefw.plugins.gemm.loop import Loop
 from moefw.plugins.precision.quantized import blockwise_products
@@ -130,12 +130,12 @@ def test_rows_that_are_none_give_a_gradient_of_zeros() -> None:
     assert torch.equal(weight.grad, torch.zeros(128, 256))
 
 
-KEPT: Sequence[tuple[Role, Pass]] = [("input", "wgrad"), ("weight", "dgrad")]
+KEPT: Sequence[tuple[Role, GemmPass]] = [("input", "wgrad"), ("weight", "dgrad")]
 
 
 @pytest.mark.parametrize(("role", "during"), KEPT)
 @pytest.mark.parametrize("size", [(256, 384), (130, 72)], ids=str)
-def test_what_is_kept_makes_the_operand_of_backward(role: Role, during: Pass, size: tuple[int, int]) -> None:
+def test_what_is_kept_makes_the_operand_of_backward(role: Role, during: GemmPass, size: tuple[int, int]) -> None:
     recipe, _ = recipes()
     x = drawn(*size, seed=1).bfloat16()
     wanted = recipe.quantize(x, role=role, during=during)
@@ -152,7 +152,7 @@ def test_what_is_kept_makes_the_operand_of_backward(role: Role, during: Pass, si
         assert [tensor.dtype for tensor in kept.tensors] == [torch.float8_e4m3fn, torch.float32]
 
 
-FIRST: Mapping[Role, Pass] = {"input": "fprop", "grad": "dgrad"}
+FIRST: Mapping[Role, GemmPass] = {"input": "fprop", "grad": "dgrad"}
 
 
 @pytest.mark.parametrize("groups", [RowGroups(), RowGroups(ends_e=torch.tensor([128, 256], dtype=torch.int32))])
@@ -189,7 +189,7 @@ def test_what_makes_an_operand_holds_on_to_no_tensor() -> None:
 
 @pytest.mark.parametrize("role", ["input", "weight", "grad"])
 @pytest.mark.parametrize("during", ["fprop", "dgrad", "wgrad"])
-def test_codes_lie_along_the_axis_that_is_summed_over(role: Role, during: Pass) -> None:
+def test_codes_lie_along_the_axis_that_is_summed_over(role: Role, during: GemmPass) -> None:
     if role == "weight" and during == "wgrad":
         return
     recipe, emulated = recipes()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import moefw
 from codes_stay import dequantize_in_kernel_alone
 from moefw.commands.doctor.fp8_products import SIZE, _products
-from moefw.core.records import Pass, Role, RowGroups
+from moefw.core.records import GemmPass, Role, RowGroups
 from moefw.core.site import Machine, Site
 from moefw.plugins.precision.quantized import MXFP8, NVFP4, FP8Tensor, tensorwise_products
 from moefw.plugins.precision.quantized.encoders import MX, Encoder
@@ -83,7 +83,7 @@ def error(mine: Tensor, right: Tensor) -> float:
     return float(((mine.float() - right.float()).abs() / torch.minimum(down, across)).max())
 
 
-OPERANDS: Sequence[tuple[Role, Pass]] = [
+OPERANDS: Sequence[tuple[Role, GemmPass]] = [
     (role, during)
     for role in ("input", "weight", "grad")
     for during in ("fprop", "dgrad", "wgrad")
@@ -93,7 +93,9 @@ OPERANDS: Sequence[tuple[Role, Pass]] = [
 
 @pytest.mark.parametrize(("role", "during"), OPERANDS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_codes_are_those_of_emulation_along_the_axis_that_is_summed_over(name: str, role: Role, during: Pass) -> None:
+def test_codes_are_those_of_emulation_along_the_axis_that_is_summed_over(
+    name: str, role: Role, during: GemmPass
+) -> None:
     recipe, emulated = recipes(name)
     for size in ((160, 96), (130, 72), (1, 40), (0, 32)):
         x, rows = drawn(*size, seed=1), RowGroups(keys_R=keys(size[0]))
@@ -154,10 +156,10 @@ def grouped(recipe: ScaledRecipe | EmulatedRecipe, groups: Sequence[int], unused
     x[count:], grad[count:] = torch.nan, torch.nan
     weight = drawn(len(groups), o, i, seed=3)
 
-    def operand(tensor: Tensor, role: Role, during: Pass) -> Any:
+    def operand(tensor: Tensor, role: Role, during: GemmPass) -> Any:
         return recipe.quantize(tensor, role=role, during=during, rows=None if role == "weight" else rows)
 
-    pairs: dict[Pass, tuple[Any, Any]] = {
+    pairs: dict[GemmPass, tuple[Any, Any]] = {
         "fprop": (operand(x, "input", "fprop"), operand(weight, "weight", "fprop").mT),
         "dgrad": (operand(grad, "grad", "dgrad"), operand(weight, "weight", "dgrad")),
         "wgrad": (operand(grad, "grad", "wgrad").mT, operand(x, "input", "wgrad")),

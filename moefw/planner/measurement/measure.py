@@ -18,7 +18,7 @@ from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout, Precision
 from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPolicyPlugin, Plugin, PrecisionPlugin
-from moefw.core.records import Pass
+from moefw.core.records import GemmPass
 from moefw.planner.measurement.alike import alike_positions
 from moefw.planner.measurement.gradient_sums import GradientSums
 from moefw.planner.measurement.layers import RunLayer
@@ -213,7 +213,7 @@ def recorded(
     position: int,
     *,
     gradients: bool,
-    passes: Sequence[Pass] = TRAINING,
+    passes: Sequence[GemmPass] = TRAINING,
     by_phase: bool = False,
     regions_around: RegionsAround | None = None,
     only: Sequence[RunLayer] | None = None,

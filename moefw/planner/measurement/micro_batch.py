@@ -21,7 +21,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
-from moefw.core.records import Action, Pass, Stage
+from moefw.core.records import Action, GemmPass, Stage
 from moefw.core.stages import Batch
 from moefw.planner.measurement.gathering import Gathering, Reduced, Unit
 from moefw.planner.measurement.layers import InPhases, RunLayer, run_layers
@@ -170,7 +170,7 @@ class MicroBatch:
         return next((unit.shards for unit in self.units if any(own is parameter for own in unit.parameters)), 1)
 
     @contextmanager
-    def weights_shared(self, passes: Sequence[Pass] = TRAINING) -> Iterator[None]:
+    def weights_shared(self, passes: Sequence[GemmPass] = TRAINING) -> Iterator[None]:
         """Enter the block in which micro-batches share the operands for ``passes`` of weights that are not gathered."""
         gathered = {parameter for unit in self.units for parameter in unit.parameters}
         not_gathered = [parameter for parameter in self.model.parameters() if parameter not in gathered]

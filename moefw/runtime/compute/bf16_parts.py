@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.contracts import Precision
-from moefw.core.records import Pass, Role, RowGroups, SavedOperand
+from moefw.core.records import GemmPass, Role, RowGroups, SavedOperand
 from moefw_kernels.devices import takes_kernels
 
 COUNT: Final = 3
@@ -69,11 +69,13 @@ class BF16Parts(Precision):
 
     residual_dtype: ClassVar[Any] = torch.float32
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> BF16Sum:
+    def quantize(self, x: Tensor, *, role: Role, during: GemmPass, rows: RowGroups | None = None) -> BF16Sum:
         """Parts of ``x``."""
         return BF16Sum.of(x)
 
-    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
+    def keep(
+        self, x: Tensor, used: Any, *, role: Role, during: GemmPass, rows: RowGroups | None = None
+    ) -> SavedOperand:
         """Save ``x`` itself, which has fewer bytes than its parts."""
         return SavedOperand((x,), lambda saved: BF16Sum.of(saved[0]))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.contracts import Precision
-from moefw.core.records import Pass, Role, RowGroups
+from moefw.core.records import GemmPass, Role, RowGroups
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -19,7 +19,7 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 class _Cast(Precision):
     operand_dtype: ClassVar[torch.dtype]
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
+    def quantize(self, x: Tensor, *, role: Role, during: GemmPass, rows: RowGroups | None = None) -> Tensor:
         """``x`` in the operand dtype."""
         return in_dtype(x, self.operand_dtype)
 

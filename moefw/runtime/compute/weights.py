@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from moefw.core.contracts import Precision
-from moefw.core.records import Pass, SavedOperand
+from moefw.core.records import GemmPass, SavedOperand
 from moefw.runtime.accounting import made_for_step
 from moefw.runtime.compute.casts import in_dtype
 from moefw.runtime.compute.coded_weight import CodedWeight
@@ -39,8 +39,8 @@ from moefw.runtime.compute.primary_weights import Master
 from moefw.runtime.forward_context import forward_context
 from moefw_kernels.add_wgrad import add_wgrad, adds_in_place
 
-FORWARD: Final[Sequence[Pass]] = ("fprop",)
-TRAINING: Final[Sequence[Pass]] = ("fprop", "dgrad")
+FORWARD: Final[Sequence[GemmPass]] = ("fprop",)
+TRAINING: Final[Sequence[GemmPass]] = ("fprop", "dgrad")
 
 
 def has_plain_gradient(weight: Tensor) -> bool:
@@ -126,7 +126,7 @@ class Accumulator(Protocol):
         """The shape of the weight."""
 
 
-def _decoded(weight: CodedWeight, recipe: Precision, during: Pass) -> Any:
+def _decoded(weight: CodedWeight, recipe: Precision, during: GemmPass) -> Any:
     """Operand of a weight that is held as codes. Nothing else holds its values."""
     return recipe.weight_operands(weight.values(), (during,))[during]()
 
@@ -137,12 +137,12 @@ class SharedOperands:
 
     __slots__ = ("_made", "_parameter", "_passes")
 
-    def __init__(self, parameter: nn.Parameter, passes: Sequence[Pass]) -> None:
+    def __init__(self, parameter: nn.Parameter, passes: Sequence[GemmPass]) -> None:
         self._parameter = parameter
         self._passes = passes
-        self._made: dict[Precision, Mapping[Pass, Callable[[], Any]]] = {}
+        self._made: dict[Precision, Mapping[GemmPass, Callable[[], Any]]] = {}
 
-    def of(self, recipe: Precision, during: Pass) -> Any:
+    def of(self, recipe: Precision, during: GemmPass) -> Any:
         """Operand of a pass, made at first use."""
         if recipe not in self._made:
             with torch.no_grad(), made_for_step():
@@ -204,7 +204,7 @@ run a region again (ADR 25).
 class StepWeights:
     """Weights of one step. ``passes``: those for which operands are made."""
 
-    def __init__(self, passes: Sequence[Pass]) -> None:
+    def __init__(self, passes: Sequence[GemmPass]) -> None:
         self._passes = passes
         self._shared: list[Tensor] = []
         self._masters: list[Master] = []
@@ -243,7 +243,7 @@ class StepWeights:
 @contextmanager
 def shared_by_micro_batches(
     parameters: Iterable[nn.Parameter],
-    passes: Sequence[Pass] = TRAINING,
+    passes: Sequence[GemmPass] = TRAINING,
     *,
     gathered: Mapping[nn.Parameter, Accumulator] | None = None,
 ) -> Iterator[StepWeights]:

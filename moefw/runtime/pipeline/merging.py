@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-Pass = Literal["F", "B"]
+PassKind = Literal["F", "B"]
 
 
 class Moving(Protocol):
@@ -28,13 +28,13 @@ class Moving(Protocol):
         """Whether forward waits for a movement."""
 
 
-def merged(forward: Sequence[Moving], backward: Sequence[Moving]) -> tuple[Pass, ...]:
+def merged(forward: Sequence[Moving], backward: Sequence[Moving]) -> tuple[PassKind, ...]:
     """Pass to which each next phase belongs, for a forward and a backward that run through these phases.
 
     Both are given in the order of forward. Of the two next phases that one runs which waits for no movement; if both
     wait, the one whose movement was started first; if neither does, the backward.
     """
-    order: list[Pass] = []
+    order: list[PassKind] = []
     ahead = list(forward)
     back = list(reversed(backward))
     started = {"F": 0, "B": 0}

@@ -14,10 +14,10 @@ from torch import Tensor
 import moefw
 from moefw.core.contracts import Precision
 from moefw.core.plugin import PrecisionPlugin
-from moefw.core.records import Pass, Role, RowGroups, SavedOperand
+from moefw.core.records import GemmPass, Role, RowGroups, SavedOperand
 
-Asked = Counter[tuple[Role, Pass]]
-PRODUCTS: Mapping[Pass, tuple[Role, Role]] = {
+Asked = Counter[tuple[Role, GemmPass]]
+PRODUCTS: Mapping[GemmPass, tuple[Role, Role]] = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad", "weight"),
     "wgrad": ("grad", "input"),
@@ -74,7 +74,7 @@ class NotingRecipe(Precision):
         outputs = self.own["weight", "fprop"] // (experts * max(self._input_widths, default=1))
         return outputs > sum(self._grad_widths)
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
+    def quantize(self, x: Tensor, *, role: Role, during: GemmPass, rows: RowGroups | None = None) -> Tensor:
         """Tensor."""
         self.asked[role, during] += x.numel()
         self.own[role, during] += x.numel()
@@ -86,7 +86,9 @@ class NotingRecipe(Precision):
             self.keyed[role, during] += x.numel()
         return x.float()
 
-    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
+    def keep(
+        self, x: Tensor, used: Any, *, role: Role, during: GemmPass, rows: RowGroups | None = None
+    ) -> SavedOperand:
         """Save the tensor."""
         self.asked[role, during] += x.numel()
         return SavedOperand((x,), lambda saved: saved[0])

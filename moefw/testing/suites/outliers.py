@@ -7,12 +7,12 @@ from typing import Final
 
 from torch import Tensor
 
-from moefw.core.records import Pass, Role
+from moefw.core.records import GemmPass, Role
 
 OUTLIER: Final = 2.0**20
 """More than the range of every 8-bit format: a scale that rows share rounds all others to zero."""
 
-ROWS: Final[Mapping[tuple[Role, Pass], int]] = {
+ROWS: Final[Mapping[tuple[Role, GemmPass], int]] = {
     ("input", "fprop"): -2,
     ("weight", "fprop"): -2,
     ("grad", "dgrad"): -2,

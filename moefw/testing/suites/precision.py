@@ -16,7 +16,7 @@ from moefw.core.contracts import Meter, Precision
 from moefw.core.errors import PlanError
 from moefw.core.facts import ANY
 from moefw.core.plugin import PrecisionPlugin
-from moefw.core.records import Pass, Role, RowGroups, SavedOperand
+from moefw.core.records import GemmPass, Role, RowGroups, SavedOperand
 from moefw.core.stages import Batch
 from moefw.runtime.compute.row_operands import both_ways
 from moefw.runtime.naming import canonical_parameters
@@ -44,7 +44,7 @@ class Operand:
     experts: int
     turned: bool
     role: Role
-    during: Pass
+    during: GemmPass
     seed: int
 
     def tensor(self, block: int, dtype: torch.dtype) -> Tensor:
@@ -58,11 +58,11 @@ class Operand:
         return x.to(dtype).requires_grad_()
 
 
-PASSES: Sequence[Pass] = ("fprop", "dgrad")
+PASSES: Sequence[GemmPass] = ("fprop", "dgrad")
 """The products that read a weight."""
-KEPT: Sequence[tuple[Role, Pass]] = (("input", "wgrad"), ("weight", "dgrad"))
+KEPT: Sequence[tuple[Role, GemmPass]] = (("input", "wgrad"), ("weight", "dgrad"))
 """Roles of saved operands, and the product of backward that uses each."""
-FIRST: Sequence[tuple[Role, Pass]] = (("input", "fprop"), ("grad", "dgrad"))
+FIRST: Sequence[tuple[Role, GemmPass]] = (("input", "fprop"), ("grad", "dgrad"))
 """Roles of which one read makes two operands: for this product, and for that of the weight gradient."""
 
 OPERANDS = st.builds(
@@ -72,7 +72,7 @@ OPERANDS = st.builds(
     experts=st.sampled_from([0, 0, 1, 3]),
     turned=st.booleans(),
     role=st.sampled_from(get_args(Role)),
-    during=st.sampled_from(get_args(Pass)),
+    during=st.sampled_from(get_args(GemmPass)),
     seed=st.integers(0, 10**6),
 )
 
@@ -244,7 +244,7 @@ class PrecisionSuite(RandomRounding, ReplayChecks):
         allowed = self._rtol()
         for rows in (self.block + 7, 3 * self.block + 4):
             what = f"{self.plugin.name}: of {rows} rows, the last {rows % self.block} of which are 1,000 times larger,"
-            for role, during in itertools.product(get_args(Role), get_args(Pass)):
+            for role, during in itertools.product(get_args(Role), get_args(GemmPass)):
                 drawn = Operand(rows=rows, blocks=2, experts=0, turned=False, role=role, during=during, seed=rows)
                 if _stands_alone(recipe, drawn):
                     x = self._larger_at_the_end(drawn, torch.float32)
@@ -270,7 +270,7 @@ class PrecisionSuite(RandomRounding, ReplayChecks):
         """An infinity or a NaN in any role: a step that goes wrong must be seen, and not be trained on."""
         recipe = self.recipe()
         row, column = 5, 7
-        for role, during in itertools.product(get_args(Role), get_args(Pass)):
+        for role, during in itertools.product(get_args(Role), get_args(GemmPass)):
             drawn = Operand(rows=self.block, blocks=2, experts=0, turned=False, role=role, during=during, seed=0)
             for value in (torch.inf, -torch.inf, torch.nan):
                 x = drawn.tensor(self.block, recipe.residual_dtype).detach()
@@ -359,7 +359,7 @@ class PrecisionSuite(RandomRounding, ReplayChecks):
             if made_in_one_read is None:
                 return
             operand_of_first, kept = made_in_one_read
-            operands: Mapping[Pass, Any] = {first: operand_of_first, "wgrad": _made_of(kept)}
+            operands: Mapping[GemmPass, Any] = {first: operand_of_first, "wgrad": _made_of(kept)}
             for during, operand in operands.items():
                 same = same_bits(operand, self._quantize(recipe, x, evolve(drawn, during=during)))
                 what = f"{self.plugin.name}: the operand of {tuple(x.shape)} (role {role} during {during})"
@@ -404,7 +404,7 @@ class PrecisionSuite(RandomRounding, ReplayChecks):
     def test_quantize_writes_nothing(self) -> None:
         """Neither to the recipe nor to its input. Meters may record, because they change no operand."""
         recipe_of_layer = self.recipe()
-        for seed, (role, during) in enumerate(itertools.product(get_args(Role), get_args(Pass))):
+        for seed, (role, during) in enumerate(itertools.product(get_args(Role), get_args(GemmPass))):
             rows = (7, 0, 32)[seed % 3]
             drawn = Operand(rows=rows, blocks=1, experts=seed % 3, turned=False, role=role, during=during, seed=seed)
             recipe = _of_a_gemm(recipe_of_layer, drawn)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefw.core.contracts import Codec, WeightCodec
-from moefw.core.records import Pass, Role, RowGroups
+from moefw.core.records import GemmPass, Role, RowGroups
 from moefw.plugins.precision.quantized.primary import SquareBlocks, quantized_weight
 from moefw.runtime.communication.movement import Permutation
 from moefw.runtime.compute.primary_weights import GatheredWeight
@@ -94,10 +94,10 @@ class Encoder(ABC):
         return self
 
     @abstractmethod
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Operand of ``x`` (..., R, C) in a product."""
 
-    def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
+    def encode_weight(self, x: Tensor, passes: Sequence[GemmPass]) -> Sequence[Quantized]:
         """Operands of a weight in ``passes``, fprop or dgrad."""
         if self.square_weights:
             return [self.encode(x, "weight", passes[0], RowGroups())] * len(passes)
@@ -120,7 +120,7 @@ class Encoder(ABC):
         return self.encode(x, "input", "fprop", rows)
 
 
-def summed_axis(role: Role, during: Pass) -> int:
+def summed_axis(role: Role, during: GemmPass) -> int:
     """Axis of an operand over which the product of a pass sums."""
     if during == "wgrad" or (role == "weight" and during == "dgrad"):
         return -2
@@ -142,7 +142,7 @@ class Blockwise(Encoder):
         """Codec of shards of weights; None if weights are not gathered as codes."""
         return self._primary
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Operand. A weight that was gathered as codes keeps them."""
         if isinstance(x, GatheredWeight):
             return quantized_weight(x)
@@ -169,11 +169,11 @@ class MX(Encoder):
 
     row_scales: Scales = "e8m0"
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Operand."""
         return quantize_mxfp8(x, block=(1, 32) if summed_axis(role, during) == -1 else (32, 1))
 
-    def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
+    def encode_weight(self, x: Tensor, passes: Sequence[GemmPass]) -> Sequence[Quantized]:
         """Operands of a weight; for fprop and dgrad, both are made in one read."""
         if tuple(passes) == ("fprop", "dgrad"):
             return quantize_mxfp8_both(x)

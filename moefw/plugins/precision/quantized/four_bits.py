@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefw.core.records import Pass, Role, RowGroups
+from moefw.core.records import GemmPass, Role, RowGroups
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw_kernels.hadamard import SIZE, hadamard
 from moefw_kernels.quantize import BlockScales, Quantized, matrix_amax, quantize_nvfp4
@@ -45,7 +45,7 @@ class FourBits(Encoder):
             drawn_scales=self._drawn_scales,
         )
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Operand. The rows of a transformed operand are padded with zeros to a multiple of 16."""
         block = (1, SIZE) if summed_axis(role, during) == -1 else (SIZE, 1)
         if role == "weight":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moefw.core.contracts import Codec, Precision, WeightCodec
-from moefw.core.records import Pass, Role, RowGroups, SavedOperand
+from moefw.core.records import GemmPass, Role, RowGroups, SavedOperand
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw.runtime.accounting import standing_for
 from moefw_kernels.quantize import E2M1, Quantized, from_integers, integer_rows
@@ -61,11 +61,11 @@ class QuantizedRecipe(LowPrecisionRecipe):
     """Saves inputs as codes and scales for wgrad. Weights that are gathered for each use are quantized for each."""
 
     @abstractmethod
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Codes and scales of ``x``."""
 
     @abstractmethod
-    def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
+    def encode_weight(self, x: Tensor, passes: Sequence[GemmPass]) -> Sequence[Quantized]:
         """Codes and scales of a weight for each pass."""
 
     @abstractmethod
@@ -73,14 +73,14 @@ class QuantizedRecipe(LowPrecisionRecipe):
         """Codes and scales of rows ``x``, summed along and across rows, made in one read; None: it takes two."""
 
     @abstractmethod
-    def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Any]:
+    def operand_of(self, x: Tensor, during: GemmPass) -> Callable[[Quantized], Any]:
         """Function that makes an operand of the codes of ``x``. It keeps no reference to ``x``."""
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Recipe with the encoder of ``name``."""
         return type(self)(self.encoder.at(name, groups=groups), activations=self._activations)
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
+    def quantize(self, x: Tensor, *, role: Role, during: GemmPass, rows: RowGroups | None = None) -> Any:
         """Operand."""
         return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
 
@@ -90,10 +90,10 @@ class QuantizedRecipe(LowPrecisionRecipe):
         if both is None:
             return None
         along, across = both
-        first: Pass = "fprop" if role == "input" else "dgrad"
+        first: GemmPass = "fprop" if role == "input" else "dgrad"
         return self.operand_of(x, first)(along), _saved(across, self.operand_of(x, "wgrad"))
 
-    def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], Any]]:
+    def weight_operands(self, weight: Tensor, passes: Sequence[GemmPass]) -> Mapping[GemmPass, Callable[[], Any]]:
         """Function for each pass that returns the operand of a weight, of codes and scales that it holds."""
         encoded = self.encode_weight(weight, passes)
         return {
@@ -117,7 +117,9 @@ class QuantizedRecipe(LowPrecisionRecipe):
         """Whether zeros are added to an input ``x`` in fprop."""
         return False
 
-    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
+    def keep(
+        self, x: Tensor, used: Any, *, role: Role, during: GemmPass, rows: RowGroups | None = None
+    ) -> SavedOperand:
         """Codes of an input, or a weight itself."""
         if role == "weight":
             return SavedOperand((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
@@ -128,11 +130,11 @@ class QuantizedRecipe(LowPrecisionRecipe):
 class EmulatedRecipe(QuantizedRecipe):
     """Operands are fp32 tensors with values that the format can represent."""
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Codes and scales."""
         return self.encoder.encode(x, role, during, rows)
 
-    def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
+    def encode_weight(self, x: Tensor, passes: Sequence[GemmPass]) -> Sequence[Quantized]:
         """Codes and scales of a weight."""
         return self.encoder.encode_weight(x, passes)
 
@@ -140,11 +142,11 @@ class EmulatedRecipe(QuantizedRecipe):
         """Codes and scales of rows."""
         return self.encoder.encode_both(x)
 
-    def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Tensor]:
+    def operand_of(self, x: Tensor, during: GemmPass) -> Callable[[Quantized], Tensor]:
         """Function that dequantizes."""
         return _values
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Any:
+    def quantize(self, x: Tensor, *, role: Role, during: GemmPass, rows: RowGroups | None = None) -> Any:
         """Dequantized operand, fp32, through which gradients flow."""
         if torch.is_grad_enabled() and x.requires_grad:
             return _StraightThrough.apply(x, self, role, during, rows)  # type: ignore[no-untyped-call]
@@ -180,7 +182,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, recipe: EmulatedRecipe, role: Role, during: Pass, rows: RowGroups | None
+        ctx: Any, x: Tensor, recipe: EmulatedRecipe, role: Role, during: GemmPass, rows: RowGroups | None
     ) -> Tensor:
         ctx.dtype = x.dtype
         operand: Tensor = recipe.quantize(x.detach(), role=role, during=during, rows=rows)

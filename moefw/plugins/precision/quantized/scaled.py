@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefw.core.contracts import Precision
-from moefw.core.records import Pass, Role, RowGroups
+from moefw.core.records import GemmPass, Role, RowGroups
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw.plugins.precision.quantized.products import Products
 from moefw.plugins.precision.quantized.recipe import Activations, QuantizedRecipe
@@ -75,7 +75,7 @@ class ScaledRecipe(QuantizedRecipe):
         """Recipe with the encoder of ``name``."""
         return ScaledRecipe(self.encoder.at(name, groups=groups), self._products, activations=self._activations)
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Codes and scales, contiguous along the summed axis."""
         axis = summed_axis(role, during)
         more_rows, more_columns = self._missing(x, axis, rows)
@@ -84,7 +84,7 @@ class ScaledRecipe(QuantizedRecipe):
             rows = replace(rows, keys_R=F.pad(rows.keys_R, (0, more_rows)))
         return _along(self.encoder.encode(x, role, during, rows), axis)
 
-    def encode_weight(self, x: Tensor, passes: Sequence[Pass]) -> Sequence[Quantized]:
+    def encode_weight(self, x: Tensor, passes: Sequence[GemmPass]) -> Sequence[Quantized]:
         """Codes and scales of a weight, contiguous along the axis that each pass sums over."""
         more_rows, more_columns = self._missing(x, -2, RowGroups())
         encoded = self.encoder.encode_weight(_filled(x, more_rows, more_columns), passes)
@@ -113,7 +113,7 @@ class ScaledRecipe(QuantizedRecipe):
             more_rows = 0
         return more_rows, more_columns
 
-    def operand_of(self, x: Tensor, during: Pass) -> Callable[[Quantized], Scaled]:
+    def operand_of(self, x: Tensor, during: GemmPass) -> Callable[[Quantized], Scaled]:
         """Function that adds shape and dtype to codes."""
         dtype = torch.float32 if during == "wgrad" else torch.bfloat16
         return partial(Scaled, shape=tuple(x.shape), dtype=dtype, products=self._products)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moefw.core.contracts import Meter
 from moefw.core.errors import ContractError
-from moefw.core.records import Pass, Role, RowGroups, State
+from moefw.core.records import GemmPass, Role, RowGroups, State
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw_kernels.quantize import (
     E4M3,
@@ -39,7 +39,7 @@ class CurrentScales(Encoder):
 
     square_weights = True
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Operand."""
         return quantize_tensor(x, fmt=FORMATS[role], ends_e=rows.ends_e)
 
@@ -64,7 +64,7 @@ class DelayedScales(Encoder):
             return self
         return GemmScales(name, groups, self._history, self._margin, self._algorithm)
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Raise ContractError: without a named GEMM, no history would record the magnitude."""
         raise ContractError(
             "a GEMM without a name multiplies under delayed scaling: nothing would remember its magnitudes.",
@@ -102,7 +102,7 @@ class GemmScales(nn.Module, Encoder, Meter):
             State("largest", tuple(self.largest.shape), saved=False),
         )
 
-    def encode(self, x: Tensor, role: Role, during: Pass, rows: RowGroups) -> Quantized:
+    def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Operand; in training, record its magnitude. If that is not finite, the whole group is NaN."""
         operand = list(FORMATS).index(role)
         amax = matrix_amax(x) if rows.ends_e is None else group_amax(x, rows.ends_e)

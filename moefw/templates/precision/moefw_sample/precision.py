@@ -6,7 +6,7 @@ from typing import Any, ClassVar, final
 
 import moefw
 import torch
-from moefw.core.records import Pass, Role, RowGroups
+from moefw.core.records import GemmPass, Role, RowGroups
 from torch import Tensor
 
 
@@ -16,6 +16,6 @@ class SampleRecipe(moefw.Precision):
 
     residual_dtype: ClassVar[Any] = torch.float32
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> Tensor:
+    def quantize(self, x: Tensor, *, role: Role, during: GemmPass, rows: RowGroups | None = None) -> Tensor:
         """Operand that replaces ``x`` in a GEMM."""
         return x.to(torch.float32)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moefw.core.errors import ContractError
-from moefw.core.records import Pass, Role
+from moefw.core.records import GemmPass, Role
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw.plugins.precision.quantized.te.library import Library
 from moefw.plugins.precision.quantized.tensorwise import FORMATS, GemmScales
@@ -33,7 +33,7 @@ class Usage:
     columnwise: bool
 
     @classmethod
-    def of(cls, role: Role, during: Pass, *, alone: bool) -> Usage:
+    def of(cls, role: Role, during: GemmPass, *, alone: bool) -> Usage:
         """Usage of an operand in a pass. ``alone``: whether rows can be quantized only columnwise."""
         columnwise = summed_axis(role, during) == -2
         return cls(rowwise=not columnwise or role == "weight" or not alone, columnwise=columnwise)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from moefw.core.contracts import Precision
 from moefw.core.errors import ContractError
-from moefw.core.records import Pass, Role, RowGroups, SavedOperand
+from moefw.core.records import GemmPass, Role, RowGroups, SavedOperand
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw.plugins.precision.quantized.recipe import Activations, LowPrecisionRecipe
 from moefw.plugins.precision.quantized.te.library import Library
@@ -36,22 +36,22 @@ class TERecipe(LowPrecisionRecipe):
         encoder = self.encoder.at(name, groups=groups)
         return TERecipe(self._te, self._quantizers, encoder, activations=self._activations)
 
-    def quantize(self, x: Tensor, *, role: Role, during: Pass, rows: RowGroups | None = None) -> TEOperand:
+    def quantize(self, x: Tensor, *, role: Role, during: GemmPass, rows: RowGroups | None = None) -> TEOperand:
         """Operand. Raises ContractError where rows are in groups whose sizes the host does not know."""
         return self._operands(x, role, (during,), rows)[0]
 
     def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[TEOperand, SavedOperand]:
         """Operand of the first pass, and the codes for wgrad. The quantizers make both in one call."""
-        first_pass: Pass = "fprop" if role == "input" else "dgrad"
+        first_pass: GemmPass = "fprop" if role == "input" else "dgrad"
         first, second = self._operands(x, role, (first_pass, "wgrad"), rows)
         return first, second.kept()
 
-    def weight_operands(self, weight: Tensor, passes: Sequence[Pass]) -> Mapping[Pass, Callable[[], TEOperand]]:
+    def weight_operands(self, weight: Tensor, passes: Sequence[GemmPass]) -> Mapping[GemmPass, Callable[[], TEOperand]]:
         """Functions that hold codes and scales, made in one call."""
         operands = self._operands(weight, "weight", passes, None)
         return {during: _returns(operand) for during, operand in zip(passes, operands, strict=True)}
 
-    def _operands(self, x: Tensor, role: Role, passes: Sequence[Pass], rows: RowGroups | None) -> list[TEOperand]:
+    def _operands(self, x: Tensor, role: Role, passes: Sequence[GemmPass], rows: RowGroups | None) -> list[TEOperand]:
         """Operand of each pass, with only the codes that it multiplies."""
         sizes = _sizes(rows)
         quantizers = self._quantizers
@@ -97,7 +97,9 @@ class TERecipe(LowPrecisionRecipe):
         quantizers = self._quantizers.make(self._te, role, usage, len(stacked))
         return [quantizer(matrix) for quantizer, matrix in zip(quantizers, stacked, strict=True)]
 
-    def keep(self, x: Tensor, used: Any, *, role: Role, during: Pass, rows: RowGroups | None = None) -> SavedOperand:
+    def keep(
+        self, x: Tensor, used: Any, *, role: Role, during: GemmPass, rows: RowGroups | None = None
+    ) -> SavedOperand:
         """Codes of an input, or a weight itself."""
         if role == "weight":
             return SavedOperand((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
