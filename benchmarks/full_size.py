@@ -24,7 +24,7 @@ from moefw.core.site import Machine
 from moefw.planner import ledger
 from moefw.planner.time.forecast import forecast
 from moefw.planner.time.scale import fitted
-from moefw.planner.time.step import told
+from moefw.planner.time.step import step_time
 from published_rows import Predictor, Row, read
 from published_specs import spec_of
 from step_times import PLANS_APART, Errors, Summary, votes
@@ -52,11 +52,11 @@ class Compared:
         assembly = assembled(row)
         found = forecast(assembly, ledger(assembly), row.cluster, row["system"].lower(), row.software)
         predictor = Predictor.empty()
-        rehearsal = found.rehearsal
+        work = found.work
         if row.accumulation_steps > 1:  # a step of a spec has one
-            rehearsal = evolve(rehearsal, steady=predictor.steady(row))
-        planned = told(rehearsal, found.scale, row.factor(fitted()))
-        closed = predictor.told(row, fitted())
+            work = evolve(work, steady=predictor.steady(row))
+        planned = step_time(work, found.scale, row.factor(fitted()))
+        closed = predictor.step_time(row, fitted())
         names = dict.fromkeys([*closed.categories, *planned.categories])
         return cls(
             row,

@@ -21,7 +21,7 @@ from moefw.planner.time.nodes import Nodes
 from moefw.planner.time.scale import Fitted, Scale
 from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.software import Implementation, Region, Software, implementation
-from moefw.planner.time.step import Rehearsal, Told, rehearse, told
+from moefw.planner.time.step import StepTime, StepWork, step_time, step_work
 from moefw.plugins.pipelines.interleaved import Interleaved
 from moefw.plugins.pipelines.merged import Merged
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
@@ -294,15 +294,15 @@ class Row:
             return OneForwardOneBackward().order(layout.pp, count)
         return Interleaved(chunks=layout.chunks, merged=merged).order(layout.pp, count)
 
-    def rehearsal(self, predictor: Predictor) -> Rehearsal:
-        """Rehearsal of the row's step."""
+    def step_work(self, predictor: Predictor) -> StepWork:
+        """Work of a step of the row."""
         software = self.software
         runs = implementation(software.implementation)
         if not self.has_groups:
             runs = without_groups(runs)
         layout = self.layout
         costs = Costs(self.cluster, runs, software, self.shapes, figures(), Nodes.of(self.cluster, layout.node_gpus))
-        return rehearse(
+        return step_work(
             self.work.positions(),
             costs,
             steady=predictor.steady(self),
@@ -338,10 +338,10 @@ def without_groups(runs: Implementation) -> Implementation:
 
 @frozen
 class Predictor:
-    """Predicts rows. Rehearsals are kept, so that numbers can be fitted."""
+    """Predicts rows. The work of steps is kept, so that numbers can be fitted."""
 
-    rehearsals: dict[object, Rehearsal]
-    of_rows: dict[str, tuple[Rehearsal, Cluster]]
+    steps: dict[object, StepWork]
+    of_rows: dict[str, tuple[StepWork, Cluster]]
     schedules: dict[object, Steady]
 
     @classmethod
@@ -349,10 +349,10 @@ class Predictor:
         """Predictor that has seen no row."""
         return cls({}, {}, {})
 
-    def told(self, row: Row, numbers: Fitted) -> Told:
+    def step_time(self, row: Row, numbers: Fitted) -> StepTime:
         """Time of a row's step."""
-        rehearsal, cluster = self._of(row)
-        return told(rehearsal, Scale.of(numbers, cluster, figures()), row.factor(numbers))
+        work, cluster = self._of(row)
+        return step_time(work, Scale.of(numbers, cluster, figures()), row.factor(numbers))
 
     def steady(self, row: Row) -> Steady:
         """Schedule of a row's step."""
@@ -370,17 +370,17 @@ class Predictor:
         """What rows with one prediction have in common."""
         return id(self._of(row)[0]), row.stack
 
-    def _of(self, row: Row) -> tuple[Rehearsal, Cluster]:
+    def _of(self, row: Row) -> tuple[StepWork, Cluster]:
         if row["id"] not in self.of_rows:
             key = row.key
-            if key not in self.rehearsals:
-                self.rehearsals[key] = row.rehearsal(self)
-            self.of_rows[row["id"]] = self.rehearsals[key], row.cluster
+            if key not in self.steps:
+                self.steps[key] = row.step_work(self)
+            self.of_rows[row["id"]] = self.steps[key], row.cluster
         return self.of_rows[row["id"]]
 
     def tokens_per_s(self, row: Row, numbers: Fitted) -> float:
         """Predicted tokens a second of a GPU."""
-        return row.tokens / self.told(row, numbers).step_s / row.number("gpus")
+        return row.tokens / self.step_time(row, numbers).step_s / row.number("gpus")
 
 
 @cache

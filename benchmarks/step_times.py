@@ -255,11 +255,11 @@ def predict(rows: Sequence[Row]) -> None:
 
 
 def _prediction(row: Row, predictor: Predictor, numbers: Fitted) -> Sequence[str]:
-    told = predictor.told(row, numbers)
+    step = predictor.step_time(row, numbers)
     tokens = predictor.tokens_per_s(row, numbers)
     bar = likeness.bar(inputs_of(row), likeness.held_out())
     tflops = f"{tokens * row.flops_per_token / 1e3:.1f}"
-    return f"{told.step_s:.5g}", f"{tokens:.1f}", tflops, f"{bar.percent:.1f}", " ".join(bar.extrapolated)
+    return f"{step.step_s:.5g}", f"{tokens:.1f}", tflops, f"{bar.percent:.1f}", " ".join(bar.extrapolated)
 
 
 @frozen

@@ -184,11 +184,11 @@ def row(name: str, tree: Mapping[str, Any], cluster: Cluster, folder: Path) -> R
     return Row(
         name=name,
         flops=plan.flops_per_token * assembly.spec.train.tokens_per_step,
-        predicted_s=predicted.told.step_s,
+        predicted_s=predicted.step.step_s,
         predicted_cpu_s=predicted.processor_s,
-        seconds=predicted.told.categories,
+        seconds=predicted.step.categories,
         predicted_peak=plan.peak_bytes,
-        measured=trained(spec, run_dir, world, steps=max(2, round(WINDOW_S / predicted.told.step_s))),
+        measured=trained(spec, run_dir, world, steps=max(2, round(WINDOW_S / predicted.step.step_s))),
         peak=max(measure(assembly, rank=rank, micro_batches=plan.micro_batches).peak for rank in range(world)),
     )
 

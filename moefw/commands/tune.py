@@ -107,7 +107,7 @@ def tune(
         with _progress(candidates) as said:
             search = Search(space, where, resolve, excerpts, said)
             search.run(candidates, seed)
-            best, told, lines = _recommended(search)
+            best, time, lines = _recommended(search)
     except MoefwError as error:
         if not as_json:
             raise
@@ -115,12 +115,12 @@ def tune(
         return 2
     changed = {path: value for path, value in best.settings.items() if space.own.get(path) != value}
     if output is not None:
-        _write(output, with_settings(tree, changed), best, where, told, lines)
+        _write(output, with_settings(tree, changed), best, where, time, lines)
     group = tied(search.candidates)
     if as_json:
-        click.echo(json.dumps(_data(search, best, told, group, lines, with_settings(tree, changed))))
+        click.echo(json.dumps(_data(search, best, time, group, lines, with_settings(tree, changed))))
         return 0
-    _show(search, best, told, group, lines)
+    _show(search, best, time, group, lines)
     if output is not None:
         click.echo(f"\nthe best spec is written to {output}")
     return 0
@@ -154,30 +154,30 @@ def _recommended(search: Search) -> tuple[Candidate, Forecast, Sequence[str]]:
     Then that is looked at in turn. Raises PlanError if nothing fits.
     """
     while True:
-        best, told = _planned(search)
+        best, time = _planned(search)
         lines = [*reasons(search, best)]
         if tied(search.candidates)[0] is best:
-            return best, told, lines
+            return best, time, lines
 
 
 def _planned(search: Search) -> tuple[Candidate, Forecast]:
     """First of the tied group that is still the first when it is planned whole. Raises PlanError if there is none."""
     while group := tied(search.candidates):
-        best, told = search.exact(group[0], lambda assembly: ledger(assembly, cache=cache_dir() / PLANS))
-        if told is not None and next(iter(tied(search.candidates)), None) is best:
-            return best, told
+        best, time = search.exact(group[0], lambda assembly: ledger(assembly, cache=cache_dir() / PLANS))
+        if time is not None and next(iter(tied(search.candidates)), None) is best:
+            return best, time
     raise impossible(search)
 
 
 def _data(
-    search: Search, best: Candidate, told: Forecast, group: Sequence[Candidate], lines: Sequence[str], spec: Tree
+    search: Search, best: Candidate, time: Forecast, group: Sequence[Candidate], lines: Sequence[str], spec: Tree
 ) -> dict[str, Any]:
     return {
         "ok": True,
         "problems": [],
         "counts": search.counts,
         "error_of_ratio_percent": 100 * error_of_ratio(held_out()).share,
-        "best": {**best.to_data(), "time": told.to_data()},
+        "best": {**best.to_data(), "time": time.to_data()},
         "own": {**search.own.to_data(), **_beside(search.own, best, group)},
         "tied": [candidate.to_data() for candidate in group],
         "reasons": list(lines),
@@ -187,13 +187,13 @@ def _data(
 
 def _beside(own: Candidate, best: Candidate, group: Sequence[Candidate]) -> dict[str, float | None]:
     """How a spec as it is compares with the best and with the tied group; None: its time is unknown."""
-    if own.told is None:
+    if own.step is None:
         return {"error_of_ratio_percent": None, "below_tied_percent": None}
     below = percent_below_ties(own, fastest_of(group))
     return {"error_of_ratio_percent": error_percent(own, best), "below_tied_percent": max(0.0, below)}
 
 
-def _show(search: Search, best: Candidate, told: Forecast, group: Sequence[Candidate], lines: Sequence[str]) -> None:
+def _show(search: Search, best: Candidate, time: Forecast, group: Sequence[Candidate], lines: Sequence[str]) -> None:
     """Print the tied group, what the best is, and why the rest loses."""
     fastest_s = fastest_of(group).step_s
     others = [candidate for candidate in group if candidate.settings != best.settings]
@@ -220,11 +220,11 @@ def _show(search: Search, best: Candidate, told: Forecast, group: Sequence[Candi
             f"\n{len(group)} candidates are {error}: they are tied, and in the order of memory left, then simplicity"
         )
     click.echo(
-        f"the first, planned whole: a step takes {told.told.step_s:.4g} s, give or take {told.bar.percent:.0f} %: "
-        f"{told.model_tflops_per_gpu:.0f} TFLOPS a GPU, {told.told.bound_by} take longest"
+        f"the first, planned whole: a step takes {time.step.step_s:.4g} s, give or take {time.bar.percent:.0f} %: "
+        f"{time.model_tflops_per_gpu:.0f} TFLOPS a GPU, {time.step.bound_by} take longest"
     )
     own = search.own
-    if own.told is not None:
+    if own.step is not None:
         fits = "" if own.fits else f", and does not fit: {-(own.left_bytes or 0) / GIB:.1f} GiB are missing"
         click.echo(f"SPEC as it is takes {own.step_s:.4g} s, {100 * (own.step_s / best.step_s - 1):+.1f} %{fits}")
     click.echo(", ".join(f"{name}: {number}" for name, number in search.counts.items()))
@@ -234,11 +234,11 @@ def _show(search: Search, best: Candidate, told: Forecast, group: Sequence[Candi
             click.echo(f"  {line}")
 
 
-def _write(path: Path, tree: Tree, best: Candidate, where: Where, told: Forecast, lines: Sequence[str]) -> None:
+def _write(path: Path, tree: Tree, best: Candidate, where: Where, time: Forecast, lines: Sequence[str]) -> None:
     """Write the best spec, with why it is the best."""
     about = [
         f"Found by moefw tune for {where.world} GPUs of {where.name}: {best.label}.",
-        f"Predicted: a step takes {told.told.step_s:.4g} s, give or take {told.bar.percent:.0f} %.",
+        f"Predicted: a step takes {time.step.step_s:.4g} s, give or take {time.bar.percent:.0f} %.",
         *lines,
     ]
     try:

@@ -119,8 +119,8 @@ def work_of_step(plan: Ledger) -> dict[str, float]:
 
 
 def _seconds_of(prediction: Prediction) -> Mapping[str, float]:
-    told = None if prediction.time is None else prediction.time.told
-    return {} if told is None else {STEP: told.step_s, **told.categories}
+    step = None if prediction.time is None else prediction.time.step
+    return {} if step is None else {STEP: step.step_s, **step.categories}
 
 
 def _of_both(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -80,7 +80,7 @@ class Prediction:
             data["cluster"] = on_cluster(cluster, self.circumstances.cluster_name, self.plan)
         if self.time is not None:
             data["time"] = self.time.to_data()
-            data["seconds"] = dict(self.time.told.categories)
+            data["seconds"] = dict(self.time.step.categories)
             data["try"] = [each.to_data() for each in self.advice]
         if self.budget is not None:
             data["budget"] = self.budget.to_data()

@@ -169,25 +169,25 @@ def sent(plan: Ledger) -> Sheet:
 
 def time_of_step(time: Forecast) -> Sheet:
     """What a step spends its time on, the longest first."""
-    step = time.told.step_s
+    step = time.step.step_s
     rows = [
-        (name, f"{seconds:.4g}", f"{100 * seconds / step:.1f}") for name, seconds in time.told.longest_first.items()
+        (name, f"{seconds:.4g}", f"{100 * seconds / step:.1f}") for name, seconds in time.step.longest_first.items()
     ]
     return Sheet("time", ("a step spends on", "seconds", "% of it; what runs side by side counts twice"), rows)
 
 
 def step_in_words(time: Forecast) -> list[str]:
     """How long a step takes and how sure that is, what bounds it, and in what it is unlike published runs."""
-    step = time.told.step_s
+    step = time.step.step_s
     asked = time.model_tflops_per_gpu
     tflops = f"{asked:.0f}" if asked >= WHOLE else f"{asked:.3g}"
     mfu = "" if time.mfu is None else f", an MFU of {100 * time.mfu:.1f} %"
     lines = [
         f"a step takes {step:.4g} s, give or take {time.bar.percent:.0f} %: "
         f"{time.tokens_per_s_per_gpu:.0f} tokens/s and {tflops} TFLOPS a GPU{mfu}",
-        f"{time.told.bound_by} take longest; exposed communication {100 * time.told.exposed_s / step:.1f} %, "
-        f"pipeline bubble {100 * time.told.bubble_s / step:.1f} %, "
-        f"waits for the host {100 * time.told.waits_for_host_s / step:.1f} %",
+        f"{time.step.bound_by} take longest; exposed communication {100 * time.step.exposed_s / step:.1f} %, "
+        f"pipeline bubble {100 * time.step.bubble_s / step:.1f} %, "
+        f"waits for the host {100 * time.step.waits_for_host_s / step:.1f} %",
     ]
     if time.processor_s is not None and time.processor_s < step:
         lines.append(f"a rank takes {time.processor_s:.4g} s of processors in a step, and waits for others besides")

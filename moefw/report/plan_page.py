@@ -72,11 +72,11 @@ def _answer(prediction: Prediction) -> Section:
     time = prediction.time
     circumstances = prediction.circumstances
     if time is not None:
-        rows.append(("Step", f"{duration(time.told.step_s)}, give or take {time.bar.percent:.0f} %"))
+        rows.append(("Step", f"{duration(time.step.step_s)}, give or take {time.bar.percent:.0f} %"))
         rows.append(("Speed", f"{time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU"))
         rows.append(("MFU", share(time.mfu)))
-        longest = time.told.categories[time.told.bound_by] / time.told.step_s
-        rows.append(("Longest", f"{time.told.bound_by}, {share(longest)} of the step"))
+        longest = time.step.categories[time.step.bound_by] / time.step.step_s
+        rows.append(("Longest", f"{time.step.bound_by}, {share(longest)} of the step"))
     rows.append(("Peak of a rank", size(plan.peak_bytes) if plan.peak_bytes is not None else "unknown"))
     if circumstances.cluster is not None:
         fits, *_ = on_cluster_in_words(circumstances.cluster, circumstances.cluster_name, plan)
@@ -100,7 +100,7 @@ def _step(prediction: Prediction) -> Section:
     time = prediction.time
     blocks: list[Block] = []
     if time is not None:
-        blocks = [bars("A step spends on", time.told.longest_first, duration), Words(_sure(time), quiet=True)]
+        blocks = [bars("A step spends on", time.step.longest_first, duration), Words(_sure(time), quiet=True)]
     return Section("time", "Time of a step", blocks)
 
 
@@ -113,7 +113,7 @@ def _sure(time: Forecast) -> list[str]:
 
 def _times(time: Forecast, sign: int) -> str:
     """Time of a step at one end of its error bar."""
-    return duration(time.told.step_s * (1 + sign * time.bar.percent / 100))
+    return duration(time.step.step_s * (1 + sign * time.bar.percent / 100))
 
 
 def _steps(comparison: Comparison) -> list[Bars]:
@@ -121,7 +121,7 @@ def _steps(comparison: Comparison) -> list[Bars]:
     a, b = (each.time for each in comparison.predictions)
     if a is None or b is None:
         return []
-    return [bars("A step takes", {"A": a.told.step_s, "B": b.told.step_s}, duration)]
+    return [bars("A step takes", {"A": a.step.step_s, "B": b.step.step_s}, duration)]
 
 
 def _to_try(prediction: Prediction) -> Section:

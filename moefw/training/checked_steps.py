@@ -115,6 +115,6 @@ def _checked(cluster: Cluster, readings: Readings, by: str, check: Check) -> Che
     return Checked(
         layout=check.layout,
         inputs=predicted.inputs,
-        predicted_ms=float(f"{predicted.told.step_s / MILLI:.4g}"),
+        predicted_ms=float(f"{predicted.step.step_s / MILLI:.4g}"),
         measured_ms=figure_of(reading, by),
     )

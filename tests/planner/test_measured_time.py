@@ -129,7 +129,7 @@ def planned(ranks: int = 2, *, shard: bool = False, pp: int = 1, **sections: str
     return assembly, ledger(assembly)
 
 
-def told(on: Cluster, ranks: int = 2, **spec: Any) -> Forecast:
+def forecast_of(on: Cluster, ranks: int = 2, **spec: Any) -> Forecast:
     assembly, found = planned(ranks, **spec)
     assert lacks(on, found) == []
     return forecast(assembly, found, on, "laptop", Software())
@@ -200,8 +200,8 @@ PLANTED = {
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_halves_in_a_machine_moves_its_category_and_no_other(what: str) -> None:
     changed, expected = PLANTED[what]
-    before = told(LAPTOP).told.categories
-    after = told(changed).told.categories
+    before = forecast_of(LAPTOP).step.categories
+    after = forecast_of(changed).step.categories
     assert before.keys() == after.keys() >= expected.keys()
     for name, seconds in before.items():
         assert after[name] / seconds == pytest.approx(expected.get(name, 1.0), rel=0.01), name
@@ -209,15 +209,15 @@ def test_what_halves_in_a_machine_moves_its_category_and_no_other(what: str) -> 
 
 def test_a_step_of_ranks_that_train_together_takes_their_host_what_was_measured_of_such() -> None:
     twice = evolve(LAPTOP, host_step_us=figure(6000.0))
-    assert told(twice).told == told(LAPTOP).told
-    before, after = (told(on, 1).told.categories["batch and log"] for on in (LAPTOP, twice))
+    assert forecast_of(twice).step == forecast_of(LAPTOP).step
+    before, after = (forecast_of(on, 1).step.categories["batch and log"] for on in (LAPTOP, twice))
     assert after == pytest.approx(2 * before)
 
 
 @pytest.mark.parametrize("on", [LAPTOP, evolve(LAPTOP, gpu=evolve(LAPTOP.gpu, threads=None))], ids=["threads", "gpu"])
 def test_the_last_micro_batch_takes_the_host_what_was_measured_with_sums_over_ranks(on: Cluster) -> None:
     like_others, longer, longest = (evolve(on, host_layer_of_ranks_us=figure(us)) for us in (16.0, 24.0, 32.0))
-    steps = [told(each).told for each in (like_others, longer, longest)]
+    steps = [forecast_of(each).step for each in (like_others, longer, longest)]
     of_launches = [step.categories["host launches"] for step in steps]
     of_both = [16.0 + last for last in (16.0, 24.0, 32.0)]  # a step has two micro-batches
     assert of_launches == pytest.approx([of_launches[0] / 32.0 * us for us in of_both])
@@ -227,23 +227,23 @@ def test_the_last_micro_batch_takes_the_host_what_was_measured_with_sums_over_ra
 
 def test_where_nothing_is_summed_over_ranks_the_last_micro_batch_is_like_all_others() -> None:
     longer = evolve(LAPTOP, host_layer_of_ranks_us=figure(48.0))
-    assert told(longer, 1).told == told(LAPTOP, 1).told
-    whole, halves = (told(LAPTOP, pp=pp).rehearsal.sums_s for pp in (1, 2))
+    assert forecast_of(longer, 1).step == forecast_of(LAPTOP, 1).step
+    whole, halves = (forecast_of(LAPTOP, pp=pp).work.sums_s for pp in (1, 2))
     assert whole > 0 == halves
-    assert told(longer, pp=2).told == told(LAPTOP, pp=2).told
+    assert forecast_of(longer, pp=2).step == forecast_of(LAPTOP, pp=2).step
 
 
 def test_an_error_bar_is_that_of_steps_that_were_checked_on_the_machine() -> None:
     # Of 10 ms each: errors of 0 %, 20, 25, 5 and 50. The quantile 0.8 * 10 / 9 of nine is the largest but one.
     measured = (10.0, 12.5, 8.0, 10.5, 20.0, 10.0, 10.0, 10.0, 10.0)
-    published = told(LAPTOP)
+    published = forecast_of(LAPTOP)
 
     def told_with(inputs: Inputs) -> Forecast:
         steps = (Checked(layout="a", inputs=inputs, predicted_ms=10.0, measured_ms=figure(taken)) for taken in measured)
-        return told(evolve(LAPTOP, checked=tuple(steps)))
+        return forecast_of(evolve(LAPTOP, checked=tuple(steps)))
 
     like = told_with(evolve(published.inputs, cluster="this-machine"))
-    assert like.told == published.told
+    assert like.step == published.step
     assert (like.bar.percent, like.bar.extrapolated, like.bar.checked) == (pytest.approx(25.0), (), 9)
     assert "that is from the errors of 9 small steps which were measured there" in step_in_words(like)
     unlike = told_with(evolve(published.inputs, hidden=2 * published.inputs.hidden))
@@ -255,28 +255,28 @@ def test_an_error_bar_is_that_of_steps_that_were_checked_on_the_machine() -> Non
 
 def test_everything_that_a_rank_does_takes_its_threads_one_after_the_other() -> None:
     for ranks, shard in ((1, False), (2, False), (2, True)):
-        step = told(LAPTOP, ranks, shard=shard).told
+        step = forecast_of(LAPTOP, ranks, shard=shard).step
         assert ("other transfers" in step.categories) is shard
         assert step.step_s == pytest.approx(sum(step.categories.values()))
         assert "kernel gaps" not in step.categories
 
 
 def test_a_step_takes_of_processors_what_collectives_do_not_wait() -> None:
-    half = told(with_processors(0.5))
-    assert half.told == told(LAPTOP).told
+    half = forecast_of(with_processors(0.5))
+    assert half.step == forecast_of(LAPTOP).step
     sent = ("expert transfers", "other transfers", "sums of gradients")
-    waits = sum(half.told.categories.get(name, 0.0) for name in sent) / 2
+    waits = sum(half.step.categories.get(name, 0.0) for name in sent) / 2
     assert waits > 0
-    assert half.processor_s == pytest.approx(half.told.step_s - waits)
-    assert told(with_processors(1.0)).processor_s == pytest.approx(half.told.step_s)
+    assert half.processor_s == pytest.approx(half.step.step_s - waits)
+    assert forecast_of(with_processors(1.0)).processor_s == pytest.approx(half.step.step_s)
     assert f"a rank takes {half.processor_s:.4g} s of processors" in "\n".join(step_in_words(half))
 
 
 def test_what_a_step_takes_of_processors_is_unknown_where_that_was_not_measured() -> None:
-    assert told(LAPTOP).processor_s is None
+    assert forecast_of(LAPTOP).processor_s is None
     on_gpu = evolve(with_processors(0.5), gpu=evolve(LAPTOP.gpu, threads=None))
-    assert told(on_gpu).processor_s is None
-    assert "of processors" not in "\n".join(step_in_words(told(on_gpu)))
+    assert forecast_of(on_gpu).processor_s is None
+    assert "of processors" not in "\n".join(step_in_words(forecast_of(on_gpu)))
 
 
 def test_what_a_laptop_offloads_is_copied_in_its_own_memory() -> None:
@@ -285,7 +285,7 @@ def test_what_a_laptop_offloads_is_copied_in_its_own_memory() -> None:
     plan_of_one = ledger(assembly)
     on = with_gpu(passes=(Pass(nbytes=1 << 16, tb_per_s=figure(0.02)),))
     assert lacks(on, plan_of_one) == []
-    step = forecast(assembly, plan_of_one, on, "laptop", Software()).told
+    step = forecast(assembly, plan_of_one, on, "laptop", Software()).step
     read_and_written = 2 * plan_of_one.totals["offloaded"]
     ways = 2 * plan_of_one.micro_batches
     assert step.categories["offloading"] == pytest.approx(ways * read_and_written / 0.02e12)
@@ -294,20 +294,23 @@ def test_what_a_laptop_offloads_is_copied_in_its_own_memory() -> None:
 
 def test_a_gpu_that_was_measured_computes_beside_its_host_and_its_links() -> None:
     gpu = with_gpu(threads=None)
-    step = told(gpu).told
+    step = forecast_of(gpu).step
     assert step.categories["kernel gaps"] > 0
     assert step.step_s < sum(step.categories.values())
-    assert step.categories["products"] == told(LAPTOP).told.categories["products"]
+    assert step.categories["products"] == forecast_of(LAPTOP).step.categories["products"]
 
 
 def test_published_shares_and_what_was_fitted_to_them_do_not_count_where_figures_were_measured() -> None:
     other = evolve(fitted(), products=2.0, grouped=2.0, passes=2.0, host=9.0, transfers=9.0, power=9.0, merged=9.0)
     assert Scale.of(fitted(), LAPTOP, figures()) == Scale.of(other, LAPTOP, figures())
-    assert told(with_gpu(memory_tb_per_s=figure(9.0), peak_tflops=Peaks(bf16=figure(9.0)))).told == told(LAPTOP).told
+    assert (
+        forecast_of(with_gpu(memory_tb_per_s=figure(9.0), peak_tflops=Peaks(bf16=figure(9.0)))).step
+        == forecast_of(LAPTOP).step
+    )
 
 
 def test_more_of_anything_never_shortens_a_step() -> None:
-    base = told(LAPTOP).told.step_s
+    base = forecast_of(LAPTOP).step.step_s
     for number, ranks in ((1, 1), (2, 2)):
         longer = {**TREE, "train": {"micro_batch": 2, "seq_len": 128, "tokens_per_step": 1024}}
         parallel = {"experts": {"ep": number}} if number > 1 else {}
@@ -318,10 +321,13 @@ def test_more_of_anything_never_shortens_a_step() -> None:
             world=ranks,
             machine=Machine(device="cpu"),
         )
-        more = forecast(assembly, ledger(assembly), LAPTOP, "laptop", Software()).told.step_s
-        assert more > told(LAPTOP, ranks).told.step_s
-    assert told(LAPTOP, gemm="loop").told.categories["host launches"] > told(LAPTOP).told.categories["host launches"]
-    assert told(LAPTOP, 1).told.step_s > base / 2  # the sequences of both, and no transfers
+        more = forecast(assembly, ledger(assembly), LAPTOP, "laptop", Software()).step.step_s
+        assert more > forecast_of(LAPTOP, ranks).step.step_s
+    assert (
+        forecast_of(LAPTOP, gemm="loop").step.categories["host launches"]
+        > forecast_of(LAPTOP).step.categories["host launches"]
+    )
+    assert forecast_of(LAPTOP, 1).step.step_s > base / 2  # the sequences of both, and no transfers
 
 
 def rates(on: Cluster = LAPTOP) -> MeasuredRates:
@@ -397,7 +403,7 @@ def test_a_collective_of_another_size_lies_between_those_measured() -> None:
 def test_a_cluster_needs_the_links_on_which_a_plan_sends() -> None:
     alone = evolve(LAPTOP, links=Links())
     assert lacks(alone, planned(1)[1]) == []
-    assert told(alone, 1).told.exposed_s == 0.0
+    assert forecast_of(alone, 1).step.exposed_s == 0.0
     assert lacks(alone, planned(2)[1]) == ["links.node"]
     assert lacks(alone) == ["links.node", "links.network"]
     assert lacks(LAPTOP, planned(2)[1]) == []
@@ -414,8 +420,8 @@ def test_a_cluster_without_a_network_is_one_node_whatever_a_spec_says() -> None:
     assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=2, machine=machine)
     found = ledger(assembly)
     assert lacks(LAPTOP, found) == []
-    assert forecast(assembly, found, LAPTOP, "laptop", Software()).told.step_s == pytest.approx(
-        told(LAPTOP).told.step_s
+    assert forecast(assembly, found, LAPTOP, "laptop", Software()).step.step_s == pytest.approx(
+        forecast_of(LAPTOP).step.step_s
     )
 
 

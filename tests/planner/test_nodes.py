@@ -99,4 +99,4 @@ def step_s(ranks_per_node: int | None) -> float:
     assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=32, machine=Machine(device="cpu"))
     plan = ledger(assembly)
     assert lacks(H100, plan) == []
-    return forecast(assembly, plan, H100, "h100", Software(graphs="full")).told.step_s
+    return forecast(assembly, plan, H100, "h100", Software(graphs="full")).step.step_s

@@ -36,7 +36,7 @@ from moefw.planner.time.nodes import Nodes
 from moefw.planner.time.scale import GLOBAL, Scale, fitted
 from moefw.planner.time.schedule import Played, Steady
 from moefw.planner.time.software import Software
-from moefw.planner.time.step import BESIDE, Passes, Rehearsal, Told, rehearse, told
+from moefw.planner.time.step import BESIDE, Passes, StepTime, StepWork, step_time, step_work
 from moefw.plugins.pipelines.interleaved import Interleaved
 from moefw.plugins.pipelines.merged import Merged
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
@@ -238,9 +238,9 @@ def costs_on(on: Cluster, runs: Software, model: Rows = MODEL, skew: float = 1.0
     return Costs(on, software.implementation(runs.implementation), runs, shapes, figures(), nodes)
 
 
-def rehearsed(
+def work_of(
     on: Cluster, runs: Software | None = None, model: Rows = MODEL, micro_batches: int = 16, skew: float = 1.0
-) -> Rehearsal:
+) -> StepWork:
     runs = runs or Software(implementation="megatron", graphs="none", ep_overlap=False)
     pp, chunks = model.layout.pp, model.layout.chunks
 
@@ -249,7 +249,7 @@ def rehearsed(
             return Merged().order(1, count) if runs.ep_overlap else [one_by_one(count)]
         return Interleaved(chunks=chunks, merged=bool(runs.ep_overlap)).order(pp, count)
 
-    return rehearse(
+    return step_work(
         model.positions(),
         costs_on(on, runs, model, skew),
         steady=Steady.of(lambda count: Played.of(order(count)), pp, micro_batches),
@@ -258,8 +258,8 @@ def rehearsed(
     )
 
 
-def step(on: Cluster, **changes: Any) -> Told:
-    return told(rehearsed(on, **changes), Scale.of(fitted(), on, figures()))
+def step(on: Cluster, **changes: Any) -> StepTime:
+    return step_time(work_of(on, **changes), Scale.of(fitted(), on, figures()))
 
 
 def with_launches(on: Cluster, us: float) -> Cluster:
@@ -328,14 +328,12 @@ def test_what_categories_add_is_the_step(ep_overlap: bool) -> None:
 
 def test_more_of_anything_never_shortens_a_step() -> None:
     scale = Scale.of(fitted(), H100, figures())
-    rehearsal = rehearsed(H100)
-    base = told(rehearsal, scale).step_s
+    work = work_of(H100)
+    base = step_time(work, scale).step_s
     for name in ("passes", "launches", "expert_transfers", "tensor_transfers", "gathers", "experts", "stores"):
-        more = {
-            key: evolve(spent, **{name: 1.1 * getattr(spent, name) + 1e-3}) for key, spent in rehearsal.spent.items()
-        }
-        assert told(evolve(rehearsal, spent=more), scale).step_s >= base, name
-    assert told(evolve(rehearsal, way=rehearsal.way + 1e-3), scale).step_s >= base
+        more = {key: evolve(spent, **{name: 1.1 * getattr(spent, name) + 1e-3}) for key, spent in work.spent.items()}
+        assert step_time(evolve(work, spent=more), scale).step_s >= base, name
+    assert step_time(evolve(work, way=work.way + 1e-3), scale).step_s >= base
     fewer_chunks = evolve(MODEL, layout=evolve(LAYOUT, chunks=4))
     assert step(H100, model=fewer_chunks).bubble_s <= step(H100).bubble_s
 
@@ -408,13 +406,13 @@ BETWEEN_RACKS = evolve(MODEL, layout=evolve(LAYOUT, gpus=1024, ep=32, node_gpus=
 
 def test_pairs_send_beside_their_last_kernels_where_rows_of_experts_take_another_link() -> None:
     runs = Software(implementation="megatron", graphs="full", ep_overlap=True)
-    apart = rehearsed(GB300, runs=runs, model=BETWEEN_RACKS)
+    apart = work_of(GB300, runs=runs, model=BETWEEN_RACKS)
     assert apart.way > 0
     assert apart.way_of_pairs == 0
     scale = Scale.of(fitted(), GB300, figures())
-    assert told(apart, scale).step_s < told(evolve(apart, way_of_pairs=apart.way), scale).step_s
-    ours = rehearsed(GB300, runs=evolve(runs, implementation="moefw"), model=BETWEEN_RACKS)
-    beside_rows = rehearsed(H100, runs=runs)
+    assert step_time(apart, scale).step_s < step_time(evolve(apart, way_of_pairs=apart.way), scale).step_s
+    ours = work_of(GB300, runs=evolve(runs, implementation="moefw"), model=BETWEEN_RACKS)
+    beside_rows = work_of(H100, runs=runs)
     for waits in (ours, beside_rows):
         assert waits.way_of_pairs == waits.way > 0
 
@@ -422,7 +420,7 @@ def test_pairs_send_beside_their_last_kernels_where_rows_of_experts_take_another
 def test_a_head_in_8_bits_is_faster_and_nothing_else_is() -> None:
     runs = Software(implementation="megatron", graphs="full", ep_overlap=False)
     in_16_bits = evolve(BETWEEN_RACKS, dtype="bfloat16")
-    wide, narrow = (rehearsed(GB300, runs=evolve(runs, fp8_head=value), model=in_16_bits) for value in (False, True))
+    wide, narrow = (work_of(GB300, runs=evolve(runs, fp8_head=value), model=in_16_bits) for value in (False, True))
     last = wide.passes[-1].outside_forward, narrow.passes[-1].outside_forward
     assert last[1].products < 0.6 * last[0].products
     assert last[1].passes > last[0].passes, "what is read is quantized"
@@ -473,7 +471,7 @@ def test_a_row_is_predicted_from_its_fields_alone() -> None:
     row = next(row for row in read() if row["id"] == "p144")
     unseen = evolve(row, fields={**row.fields, "model": "mixtral-8x7b", "id": "new", "layout": "", "truth_tflops": ""})
     predictor = Predictor.empty()
-    assert predictor.told(unseen, fitted()).step_s > 0
+    assert predictor.step_time(unseen, fitted()).step_s > 0
     assert abs(predictor.tokens_per_s(row, fitted()) / row.tokens_per_s - 1) < 0.25
 
 
@@ -514,7 +512,7 @@ def test_shards_that_travel_once_a_step_take_time() -> None:
     }
     assembly = assemble_tree(tree, Marks("spec"), defaults=defaults(), world=4, machine=Machine(device="cpu"))
     found = forecast(assembly, ledger(assembly), H100, "h100", Software(implementation="megatron"))
-    assert found.told.categories["sums of gradients"] > 0
+    assert found.step.categories["sums of gradients"] > 0
 
 
 def test_megatron_sums_gradients_and_gathers_weights_in_bf16_once_a_step() -> None:
@@ -608,8 +606,8 @@ def test_activations_that_a_spec_offloads_take_their_bytes_over_the_link_to_the_
     nbytes = plan.totals["offloaded"]
     assert nbytes > 0
 
-    def told_with(gb_per_s: float) -> Told:
-        return forecast(assembly, plan, with_host(gb_per_s), "h100", Software(graphs="full")).told
+    def told_with(gb_per_s: float) -> StepTime:
+        return forecast(assembly, plan, with_host(gb_per_s), "h100", Software(graphs="full")).step
 
     fast, slow, slower = (told_with(rate) for rate in (1e6, 1e-3, 5e-4))
     for rate, found in ((1e6, fast), (1e-3, slow)):  # two micro-batches, there and back
@@ -630,8 +628,8 @@ def test_states_that_a_spec_offloads_travel_while_others_are_updated(update: str
     # An update there reads the gradient, and reads and writes the weight and both moments, all in fp32.
     out, back, updated = (2 * weights, weights, 7 * weights) if update == "host" else (states, states, 0)
 
-    def told_on(on: Cluster) -> Told:
-        return forecast(assembly, plan, on, "h100", Software()).told
+    def told_on(on: Cluster) -> StepTime:
+        return forecast(assembly, plan, on, "h100", Software()).step
 
     link_bound, memory_bound = told_on(with_host(1e-2)), told_on(with_host(1e6, 1e-3))
     assert link_bound.categories["offloading"] == pytest.approx((out + back) / 1e7)

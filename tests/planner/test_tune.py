@@ -176,7 +176,7 @@ def test_the_same_seed_gives_the_same_and_the_cache_saves_the_measuring(tmp_path
 def test_an_excerpt_from_the_cache_is_that_of_a_candidate_with_another_pp(tmp_path: Path) -> None:
     first, again = (search_of(("layout",), tmp_path) for _ in range(2))
     first.look({**first.space.own, PP: 1})
-    assert again.look({**again.space.own, PP: 2}).told is not None
+    assert again.look({**again.space.own, PP: 2}).step is not None
     assert again.excerpts.from_cache == 1
 
 
@@ -216,7 +216,7 @@ def test_stages_that_a_spec_spells_out_are_those_of_its_own_pp() -> None:
     assert search.look(own).label.endswith("interleaved chunks 2 with the spec's stages")
     narrower = steps_to(search, 1, own)
     assert narrower[PIPELINE] == even
-    assert search.look(narrower).told is not None
+    assert search.look(narrower).step is not None
     assert steps_to(search, 2, narrower)[PIPELINE] == even
     schedules = [step[PIPELINE] for axis, step in search.steps_from(own) if axis.kind == "schedule"]
     assert even in schedules, "the same schedule with layers spread evenly"
@@ -253,11 +253,11 @@ def a_candidate(
     label: str, step_s: float, *, left_gib: int = 1, complexity: int = 1, inputs: Inputs | None = None
 ) -> Candidate:
     """Return a candidate of such a time, with inputs of a published row if none are given."""
-    told: Any = SimpleNamespace(step_s=step_s)
+    step: Any = SimpleNamespace(step_s=step_s)
     return Candidate(
         settings={},
         label=label,
-        told=told,
+        step=step,
         inputs=inputs or held_out()[0].inputs,
         left_bytes=left_gib << 30,
         peak_bytes=complexity,

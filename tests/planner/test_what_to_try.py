@@ -24,7 +24,7 @@ from moefw.planner.time.costs import Spent
 from moefw.planner.time.figures import figures
 from moefw.planner.time.scale import Scale, fitted
 from moefw.planner.time.schedule import Played, Steady
-from moefw.planner.time.step import Passes, Rehearsal, seconds_without, told
+from moefw.planner.time.step import Passes, StepWork, seconds_without, step_time
 from moefw.plugins.pipelines.merged import Merged
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
 from small_spec import small_spec
@@ -38,13 +38,13 @@ CATEGORIES = {
 COMPUTED = {"products": 0.2, "experts": 0.3, "attention": 0.1, "passes": 0.1, "launches": 100.0}
 
 
-def rehearsed(ranks: int = 2, micro_batches: int = 8, merged: bool = False, **spent: float) -> Rehearsal:
+def work_of(ranks: int = 2, micro_batches: int = 8, merged: bool = False, **spent: float) -> StepWork:
     """A step of a pipeline whose passes all spend the same. ``merged``: in pairs, on one rank."""
     each = Spent(**{**COMPUTED, **spent})
     pipeline = Merged() if merged else OneForwardOneBackward()
     steady = Steady.of(lambda count: Played.of(pipeline.order(ranks, count)), ranks, micro_batches)
     passes = Passes(forward=each, backward=each, outside_forward=Spent(), outside_backward=Spent())
-    return Rehearsal(
+    return StepWork(
         passes=(passes,) * ranks,
         spent={(at, kinds): each.times(len(kinds)) for at, kinds in steady.kinds},
         steady=steady,
@@ -54,40 +54,40 @@ def rehearsed(ranks: int = 2, micro_batches: int = 8, merged: bool = False, **sp
     )
 
 
-def gain(category: str, rehearsal: Rehearsal) -> float:
-    return told(rehearsal, SCALE).step_s - seconds_without(category, rehearsal, SCALE)
+def gain(category: str, work: StepWork) -> float:
+    return step_time(work, SCALE).step_s - seconds_without(category, work, SCALE)
 
 
 def test_what_costs_nothing_shortens_a_step_by_no_more_than_it_took() -> None:
-    rehearsal = evolve(
-        rehearsed(expert_transfers=0.3, tensor_transfers=0.2, gathers=0.3, stores=2.0), stores_s=0.3, fetches_s=0.5
+    work = evolve(
+        work_of(expert_transfers=0.3, tensor_transfers=0.2, gathers=0.3, stores=2.0), stores_s=0.3, fetches_s=0.5
     )
-    categories = told(rehearsal, SCALE).categories
+    categories = step_time(work, SCALE).categories
     assert set(categories) == CATEGORIES
     for category in CATEGORIES - {"pipeline bubble"}:
         # A pipeline that fills and empties plays a pass more for each eight.
-        assert -1e-9 <= gain(category, rehearsal) <= categories[category] * 9 / 8 + 1e-9, category
-    assert gain("experts", rehearsed()) > 0
-    assert gain("offloading", rehearsal) > 0.5
-    assert gain("pipeline bubble", rehearsal) == pytest.approx(categories["pipeline bubble"])
-    assert gain("no category", rehearsal) == 0
+        assert -1e-9 <= gain(category, work) <= categories[category] * 9 / 8 + 1e-9, category
+    assert gain("experts", work_of()) > 0
+    assert gain("offloading", work) > 0.5
+    assert gain("pipeline bubble", work) == pytest.approx(categories["pipeline bubble"])
+    assert gain("no category", work) == 0
 
 
 def test_transfers_that_are_hidden_gain_little_and_computation_beside_longer_ones_nothing() -> None:
-    alone = gain("expert transfers", rehearsed(ranks=1, micro_batches=32, expert_transfers=0.3))
-    in_pairs = rehearsed(ranks=1, micro_batches=32, merged=True, expert_transfers=0.3)
+    alone = gain("expert transfers", work_of(ranks=1, micro_batches=32, expert_transfers=0.3))
+    in_pairs = work_of(ranks=1, micro_batches=32, merged=True, expert_transfers=0.3)
     assert gain("expert transfers", in_pairs) < 0.2 * alone
-    bound = rehearsed(ranks=1, gathers=50.0)
-    assert gain("products", bound) == pytest.approx(0, abs=0.01 * told(bound, SCALE).step_s)
-    assert gain("products", rehearsed(ranks=1)) > 0.1
+    bound = work_of(ranks=1, gathers=50.0)
+    assert gain("products", bound) == pytest.approx(0, abs=0.01 * step_time(bound, SCALE).step_s)
+    assert gain("products", work_of(ranks=1)) > 0.1
 
 
 def test_without_the_host_kernels_still_pause() -> None:
-    rehearsal = rehearsed(launches=1e6)
-    after = seconds_without("host launches", rehearsal, SCALE)
-    assert after < told(rehearsal, SCALE).step_s
-    assert seconds_without("kernel gaps", rehearsal, SCALE) < told(rehearsal, SCALE).step_s
-    assert after > seconds_without("host launches", rehearsed(launches=0.0), SCALE)
+    work = work_of(launches=1e6)
+    after = seconds_without("host launches", work, SCALE)
+    assert after < step_time(work, SCALE).step_s
+    assert seconds_without("kernel gaps", work, SCALE) < step_time(work, SCALE).step_s
+    assert after > seconds_without("host launches", work_of(launches=0.0), SCALE)
 
 
 SPEC = {

@@ -55,10 +55,10 @@ def test_time_and_speed_are_told_by_plan_and_by_clock(folder: Path) -> None:
     expected = forecast(assembly, ledger(assembly), cluster.read("h100"), "h100", Software())
     rows = {name: told for name, *told in table.rows}
     speed = sorted(run.buckets.columns("tokens_per_s")["mean"])[4]
-    predicted = expected.tokens / expected.told.step_s
+    predicted = expected.tokens / expected.step.step_s
     assert rows["tokens a second"] == [number(predicted), number(speed), number(speed / predicted, 3)]
     assert rows["MFU"][1:] == ["-", "-"]
-    assert {name for name, *_ in bars.rows} == expected.told.categories.keys()
+    assert {name for name, *_ in bars.rows} == expected.step.categories.keys()
     assert "implementation" in how_sure.sentences[0]
 
 

@@ -100,7 +100,7 @@ def advice(time: Forecast, assembly: Assembly, assemble: Callable[[Sequence[str]
 
     ``assemble``: the same spec with more overrides; raises MoefwError if it is refused.
     """
-    gains = {category: time.gain(category) for category in time.told.categories}
+    gains = {category: time.gain(category) for category in time.step.categories}
     worth = [category for category, gain in gains.items() if gain >= LEAST]
     wanted = [option for option in options() if set(option.against) & set(worth)]
     tried = [(option, _trial(option, time, assembly, assemble)) for option in wanted]

@@ -22,7 +22,7 @@ from moefw.planner.time.rates import format_of
 from moefw.planner.time.scale import Scale, fitted
 from moefw.planner.time.schedule import Steady, played
 from moefw.planner.time.software import Software
-from moefw.planner.time.step import Rehearsal, Told, rehearse, seconds_without, told
+from moefw.planner.time.step import StepTime, StepWork, seconds_without, step_time, step_work
 from moefw.runtime.parallel.meshes import COPIES
 
 TERA: Final = 1e12
@@ -36,19 +36,19 @@ ONCE: Final = ("once", "gradients", "optimizer")
 class Forecast:
     """The time of a step. ``bar``: how wrong it may be. ``wire_bytes``: sent by a rank in a step, by link.
 
-    ``inputs``: what of it published rows are like or unlike in. ``rehearsed``: the rehearsal on another cluster.
+    ``inputs``: what of it published rows are like or unlike in. ``work_on``: the work on another cluster.
     """
 
     plan: Ledger
     cluster: Cluster
-    rehearsal: Rehearsal
+    work: StepWork
     scale: Scale
-    told: Told
+    step: StepTime
     inputs: Inputs
     bar: Bar
     tokens: int
     wire_bytes: Mapping[str, int]
-    rehearsed: Callable[[Cluster], Rehearsal]
+    work_on: Callable[[Cluster], StepWork]
 
     @cached_property
     def processor_s(self) -> float | None:
@@ -56,13 +56,13 @@ class Forecast:
         processors = self.cluster.without_waits
         if processors is None:
             return None
-        busy = told(self.rehearsed(processors), self.scale)
+        busy = step_time(self.work_on(processors), self.scale)
         return busy.step_s - busy.bubble_s
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
         """Tokens a second of a GPU."""
-        return self.tokens / self.told.step_s / self.plan.world
+        return self.tokens / self.step.step_s / self.plan.world
 
     @property
     def model_tflops_per_gpu(self) -> float:
@@ -94,11 +94,11 @@ class Forecast:
 
         A shorter backward hides less of the sums of gradients, which may cost more than it gains.
         """
-        return max(0.0, 1 - seconds_without(category, self.rehearsal, self.scale) / self.told.step_s)
+        return max(0.0, 1 - seconds_without(category, self.work, self.scale) / self.step.step_s)
 
     def to_data(self) -> dict[str, Any]:
         """Plain data."""
-        step = self.told.step_s
+        step = self.step.step_s
         return {
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "model_tflops_per_gpu": self.model_tflops_per_gpu,
@@ -111,9 +111,9 @@ class Forecast:
             "memory_bytes": dict(self.memory_bytes),
             "fits": fits(self.cluster, self.plan),
             "wire_bytes": dict(self.wire_bytes),
-            "exposed_communication_fraction": self.told.exposed_s / step,
-            "pipeline_bubble_fraction": self.told.bubble_s / step,
-            "host_bound_fraction": self.told.waits_for_host_s / step,
+            "exposed_communication_fraction": self.step.exposed_s / step,
+            "pipeline_bubble_fraction": self.step.bubble_s / step,
+            "host_bound_fraction": self.step.waits_for_host_s / step,
             "flops_per_token": self.plan.flops_per_token,
         }
 
@@ -208,8 +208,8 @@ def forecast(
 
     implementation = software.implementation(runs.implementation)
 
-    def rehearsed(on: Cluster) -> Rehearsal:
-        return rehearse(
+    def work_on(on: Cluster) -> StepWork:
+        return step_work(
             plan.positions,
             Costs(on, implementation, runs, shapes, figures(), _nodes(on, plan)),
             steady=steady,
@@ -217,22 +217,22 @@ def forecast(
             ep_overlap=bool(runs.ep_overlap),
         )
 
-    rehearsal = rehearsed(cluster)
+    work = work_on(cluster)
     scale = Scale.of(fitted(), cluster, figures(), plan.world)
-    step = told(rehearsal, scale)
+    step = step_time(work, scale)
     busiest = next(position for position in plan.positions if step.busiest in position.at)
     inputs = _inputs(assembly, plan, cluster_name, runs, shapes)
     return Forecast(
         plan=plan,
         cluster=cluster,
-        rehearsal=rehearsal,
+        work=work,
         scale=scale,
-        told=step,
+        step=step,
         inputs=inputs,
         bar=_bar(inputs, cluster),
         tokens=assembly.spec.train.tokens_per_step,
         wire_bytes=_wire(busiest, plan.micro_batches),
-        rehearsed=rehearsed,
+        work_on=work_on,
     )
 
 

@@ -81,7 +81,7 @@ def _in_both_passes(work: Sequence[Work]) -> Iterator[Work]:
 
 
 @frozen(kw_only=True)
-class Rehearsal:
+class StepWork:
     """All that the time of a step depends on but what was fitted.
 
     ``passes``: of each position on pp. ``spent``: what each pass, or pair of passes, of the schedule spends.
@@ -114,7 +114,7 @@ class Rehearsal:
 
 
 @frozen(kw_only=True)
-class Told:
+class StepTime:
     """A step's time in seconds, and its categories, each by itself, at the position that is busiest.
 
     ``exposed_s``: of transfers and copies that nothing hides. ``waits_for_host_s``: what the host adds to the GPU's
@@ -148,15 +148,15 @@ class Told:
         return max(self.categories, key=self.categories.__getitem__)
 
 
-def rehearse(
+def step_work(
     positions: Sequence[Position],
     costs: Costs,
     *,
     steady: Steady,
     micro_batches: int,
     ep_overlap: bool,
-) -> Rehearsal:
-    """Rehearsal of a step of positions with such work, in which nothing of other positions runs.
+) -> StepWork:
+    """Work of a step of positions with such work, in which nothing of other positions runs.
 
     ``ep_overlap``: whether transfers of a pass run beside the other pass of its pair.
     """
@@ -179,7 +179,7 @@ def rehearse(
     in_order = tuple(passes[at] for at in sorted(passes))
     chunks = len({stage for _, kinds in steady.kinds for _, stage in kinds}) // len(passes)
     way = max(each.outside_forward.send for each in in_order) / chunks
-    return Rehearsal(
+    return StepWork(
         passes=in_order,
         spent=_spent(in_order, steady.kinds, chunks),
         steady=steady,
@@ -207,17 +207,17 @@ class Ends:
     copies_s: float
 
 
-def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
-    """Time of a rehearsed step, with fitted numbers. ``factor``: of software that is not what they were fitted to."""
+def step_time(work: StepWork, scale: Scale, factor: float = 1.0) -> StepTime:
+    """Time of a step of such work, by fitted numbers. ``factor``: of software that is not what they were fitted to."""
     together = cache(scale.together)  # of passes, few of which differ
-    seconds = {key: together(spent, is_merged=rehearsal.is_merged(key)) for key, spent in rehearsal.spent.items()}
-    played = rehearsal.steady.end(seconds.__getitem__, rehearsal.way_behind)
+    seconds = {key: together(spent, is_merged=work.is_merged(key)) for key, spent in work.spent.items()}
+    played = work.steady.end(seconds.__getitem__, work.way_behind)
 
-    count = rehearsal.micro_batches
-    merged = any(map(rehearsal.is_merged, rehearsal.steady.kinds))
-    busy = [_busy(each, scale, is_merged=merged) for each in rehearsal.passes]
+    count = work.micro_batches
+    merged = any(map(work.is_merged, work.steady.kinds))
+    busy = [_busy(each, scale, is_merged=merged) for each in work.passes]
     busiest = max(range(len(busy)), key=busy.__getitem__)
-    spent = rehearsal.passes[busiest].all
+    spent = work.passes[busiest].all
     exposed = count * scale.exposed(spent, is_merged=merged)
     waits = count * (busy[busiest] - scale.device(spent)) - exposed
 
@@ -226,23 +226,23 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     if beyond < ROUNDING * played:
         beyond = 0.0
     # Where gradients are summed over ranks, the host takes longer for the last micro-batch.
-    of_last = evolve(scale, host_s=scale.last_host_s) if rehearsal.sums_s else scale
-    longer = _busy(rehearsal.passes[busiest], of_last, is_merged=merged) - busy[busiest]
+    of_last = evolve(scale, host_s=scale.last_host_s) if work.sums_s else scale
+    longer = _busy(work.passes[busiest], of_last, is_merged=merged) - busy[busiest]
 
     # A single stage waits for no other: the first forward and the last backward have no partner that hides transfers.
     bubble, unpaired = (beyond, 0.0) if len(busy) > 1 else (0.0, beyond)
 
-    ends = _ends(rehearsal, rehearsal.passes[busiest], scale)
+    ends = _ends(work, work.passes[busiest], scale)
     categories = {
-        **_of_micro_batches(rehearsal, spent, scale),
+        **_of_micro_batches(work, spent, scale),
         "host launches": (count - 1) * scale.host(spent) + of_last.host(spent),
-        OFFLOADING: count * (spent.stores + spent.fetches) + rehearsal.stores_s + rehearsal.fetches_s,
-        "sums of gradients": rehearsal.sums_s,
+        OFFLOADING: count * (spent.stores + spent.fetches) + work.stores_s + work.fetches_s,
+        "sums of gradients": work.sums_s,
         "optimizer": ends.update_s,
         BUBBLE: bubble,
         "batch and log": scale.step_s,
     }
-    return Told(
+    return StepTime(
         step_s=factor * (played + longer + ends.sums_s + ends.update_s + ends.copies_s + scale.step_s),
         categories={name: factor * value for name, value in categories.items() if value},
         exposed_s=factor * (exposed + unpaired + ends.sums_s + ends.copies_s),
@@ -252,22 +252,22 @@ def told(rehearsal: Rehearsal, scale: Scale, factor: float = 1.0) -> Told:
     )
 
 
-def _ends(rehearsal: Rehearsal, passes: Passes, scale: Scale) -> Ends:
+def _ends(work: StepWork, passes: Passes, scale: Scale) -> Ends:
     """What ends a step, at a position with these passes, beside whose last backward gradients are summed."""
     backward = scale.device(passes.backward)
-    update = scale.passes * rehearsal.once_s + rehearsal.host_update_s
-    copies = scale.both_ways(rehearsal.stores_s, rehearsal.fetches_s)
+    update = scale.passes * work.once_s + work.host_update_s
+    copies = scale.both_ways(work.stores_s, work.fetches_s)
     return Ends(
-        sums_s=max(rehearsal.sums_s - scale.beside * backward, scale.sums * rehearsal.sums_s),
+        sums_s=max(work.sums_s - scale.beside * backward, scale.sums * work.sums_s),
         update_s=update,
         # Buckets of states are copied while the one before them is updated.
         copies_s=max(0.0, copies - update) if scale.beside else copies,
     )
 
 
-def _of_micro_batches(rehearsal: Rehearsal, spent: Spent, scale: Scale) -> Mapping[str, float]:
+def _of_micro_batches(work: StepWork, spent: Spent, scale: Scale) -> Mapping[str, float]:
     """Seconds of each category that all micro-batches spend alike, of which each spends so much."""
-    count = rehearsal.micro_batches
+    count = work.micro_batches
     return {
         "products": count * scale.products * spent.products,
         "experts": count * scale.experts * spent.experts,
@@ -291,36 +291,36 @@ SPENT: Final[Mapping[str, tuple[str, ...]]] = {
 """What a pass spends of each category that is its own."""
 
 
-def seconds_without(category: str, rehearsal: Rehearsal, scale: Scale) -> float:
+def seconds_without(category: str, work: StepWork, scale: Scale) -> float:
     """Seconds of a step in which a category costs nothing: the same schedule, played again with the same overlap.
 
     Of a category that cannot be left out, those of the whole step.
     """
     if category in SPENT:
-        rehearsal = _spending_none(rehearsal, SPENT[category])
+        work = _spending_none(work, SPENT[category])
         if category == OFFLOADING:
-            rehearsal = evolve(rehearsal, stores_s=0.0, fetches_s=0.0)
+            work = evolve(work, stores_s=0.0, fetches_s=0.0)
     elif category == "kernel gaps":
         scale = evolve(scale, gap_s=0.0)
     elif category == "host launches":
         scale = evolve(scale, host_s=0.0, last_host_s=0.0)
     elif category == "sums of gradients":
-        rehearsal = evolve(rehearsal, sums_s=0.0)
+        work = evolve(work, sums_s=0.0)
     elif category == "optimizer":
-        rehearsal = evolve(rehearsal, once_s=0.0, host_update_s=0.0)
-    step = told(rehearsal, scale)
+        work = evolve(work, once_s=0.0, host_update_s=0.0)
+    step = step_time(work, scale)
     return step.step_s - (step.bubble_s if category == BUBBLE else 0.0)
 
 
-def _spending_none(rehearsal: Rehearsal, names: Sequence[str]) -> Rehearsal:
-    """A rehearsal whose passes spend nothing of these."""
+def _spending_none(work: StepWork, names: Sequence[str]) -> StepWork:
+    """The work with passes that spend nothing of these."""
     nothing = dict.fromkeys(names, 0.0)
     return evolve(
-        rehearsal,
-        spent={key: evolve(spent, **nothing) for key, spent in rehearsal.spent.items()},
+        work,
+        spent={key: evolve(spent, **nothing) for key, spent in work.spent.items()},
         passes=tuple(
             Passes(**{field.name: evolve(getattr(each, field.name), **nothing) for field in fields(Passes)})
-            for each in rehearsal.passes
+            for each in work.passes
         ),
     )
 

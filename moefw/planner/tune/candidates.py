@@ -8,7 +8,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from moefw.planner.time.likeness import Inputs
-from moefw.planner.time.step import Told
+from moefw.planner.time.step import StepTime
 from moefw.planner.tune.settings import Settings
 
 FITS: Final = "fit"
@@ -33,7 +33,7 @@ class Candidate:
     label: str
     problems: tuple[str, ...] = ()
     problems_are: str = NOT_MEASURABLE
-    told: Told | None = None
+    step: StepTime | None = None
     inputs: Inputs | None = None
     peak_bytes: int | None = None
     left_bytes: int | None = None
@@ -57,7 +57,7 @@ class Candidate:
     @property
     def step_s(self) -> float:
         """Seconds of a step; infinity: unknown."""
-        return float("inf") if self.told is None else self.told.step_s
+        return float("inf") if self.step is None else self.step.step_s
 
     @property
     def missing_bytes(self) -> int:
@@ -70,9 +70,9 @@ class Candidate:
             "label": self.label,
             "settings": {".".join(map(str, path)): value for path, value in self.settings.items()},
             "problems": list(self.problems),
-            "step_time_s": None if self.told is None else self.told.step_s,
-            "seconds": None if self.told is None else dict(self.told.categories),
-            "added_seconds": None if self.told is None else dict(self.told.added_s),
+            "step_time_s": None if self.step is None else self.step.step_s,
+            "seconds": None if self.step is None else dict(self.step.categories),
+            "added_seconds": None if self.step is None else dict(self.step.added_s),
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "peak_bytes": self.peak_bytes,
             "left_bytes": self.left_bytes,

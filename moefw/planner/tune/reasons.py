@@ -30,7 +30,7 @@ def reasons(search: Search, best: Candidate) -> Iterator[str]:
         if known is not None:
             by_axis.setdefault(axis.name, []).append(known)
     for name, candidates in by_axis.items():
-        measured = [candidate for candidate in candidates if candidate.told is not None]
+        measured = [candidate for candidate in candidates if candidate.step is not None]
         if measured:
             yield f"{name}: {_why(search, min(measured, key=lambda each: each.step_s), best)}"
         out = [candidate for candidate in candidates if candidate.problems]
@@ -63,8 +63,8 @@ def _why(search: Search, candidate: Candidate, best: Candidate) -> str:
 
 def _costs(candidate: Candidate, best: Candidate) -> str:
     """The category that makes the largest difference to the step."""
-    assert candidate.told is not None and best.told is not None, "both have a time"  # noqa: PT018
-    own, other = candidate.told.added_s, best.told.added_s
+    assert candidate.step is not None and best.step is not None, "both have a time"  # noqa: PT018
+    own, other = candidate.step.added_s, best.step.added_s
     changes = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in {*own, *other}}
     slower = candidate.step_s > best.step_s
     name = (max if slower else min)(sorted(changes), key=lambda each: changes[each])

@@ -80,7 +80,7 @@ class Search:
             key = key_of(settings)
             if key not in self.known and len(self.known) < count and self._divides(settings):
                 candidate = self.look(settings)
-                if candidate.told is not None:
+                if candidate.step is not None:
                     heapq.heappush(heap, (self._weight(candidate), len(self.known), key, True))
 
         look(own)
@@ -152,10 +152,10 @@ class Search:
             unknown = Candidate(settings=candidate.settings, label=candidate.label, problems=(ledger.unknown,))
             self.known[key_of(candidate.settings)] = unknown
             return unknown, None
-        told = self._forecast(assembly, ledger)
-        found = self._candidate(candidate.settings, assembly, ledger, told)
+        time = self._forecast(assembly, ledger)
+        found = self._candidate(candidate.settings, assembly, ledger, time)
         self.known[key_of(candidate.settings)] = found
-        return found, told
+        return found, time
 
     @property
     def own(self) -> Candidate:
@@ -165,7 +165,7 @@ class Search:
     @property
     def candidates(self) -> Sequence[Candidate]:
         """Candidates with a time, in the order in which they were looked at."""
-        return [candidate for candidate in self.known.values() if candidate.told is not None]
+        return [candidate for candidate in self.known.values() if candidate.step is not None]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -229,20 +229,20 @@ class Search:
         where = self.where
         return forecast(assembly, ledger, where.cluster, where.name, where.runs, skew=where.skew)
 
-    def _candidate(self, settings: Settings, assembly: Assembly, ledger: Ledger, told: Forecast) -> Candidate:
+    def _candidate(self, settings: Settings, assembly: Assembly, ledger: Ledger, time: Forecast) -> Candidate:
         sizes = assembly.layout.sizes
         dimensions = sum(sizes.get(axis, 1) > 1 for axis in ("pp", "tp", "cp", "ep", "etp"))
         return Candidate(
             settings=settings,
             label=self.space.label(settings),
-            told=told.told,
-            inputs=told.inputs,
+            step=time.step,
+            inputs=time.inputs,
             peak_bytes=ledger.peak_bytes,
             left_bytes=left_bytes(self.where.cluster, ledger),
             position=ledger.position,
             complexity=dimensions + len(assembly.parts.memory) + assembly.parts.pipeline.chunks,
             sizes=dict(sizes),
-            tokens_per_s_per_gpu=told.tokens_per_s_per_gpu,
+            tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
         )
 
     def _weight(self, candidate: Candidate) -> float:

@@ -57,11 +57,11 @@ def _of_run(run: Run, steps: Steps, of_run: str) -> list[Block]:
     except (MoefwError, KeyError, TypeError) as error:  # KeyError, TypeError: the ledger is of another version
         reason = str(error) if isinstance(error, MoefwError) else "its plan is of another version of moefw."
         return [missing(f"The time of a step is not planned{of_run}:", reason)]
-    told = planned.told
+    step = planned.step
     step_s = planned.tokens / steps.tokens_per_s
     rows = [
-        _row("time", duration, told.step_s, step_s),
-        _row("tokens a second", number, planned.tokens / told.step_s, steps.tokens_per_s),
+        _row("time", duration, step.step_s, step_s),
+        _row("tokens a second", number, planned.tokens / step.step_s, steps.tokens_per_s),
         _row("model TFLOPS a rank", number, planned.model_tflops_per_gpu, steps.model_tflops),
         _row("MFU", share, planned.mfu, steps.mfu),
     ]
@@ -73,7 +73,7 @@ def _of_run(run: Run, steps: Steps, of_run: str) -> list[Block]:
     return [
         table,
         Words([_how_sure(planned)], quiet=True),
-        bars(f"A step is planned to spend, in part side by side{of_run}", told.longest_first, duration),
+        bars(f"A step is planned to spend, in part side by side{of_run}", step.longest_first, duration),
     ]
 
 
