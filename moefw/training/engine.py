@@ -281,9 +281,9 @@ def _counts(batch: Batch) -> Tensor:
 
 
 def _result(made: Attempt) -> StepResult:
-    layers = made.told.layers.values()
-    _, tokens = made.told.loss.tolist()
-    aux = {name: value.item() / max(tokens, 1) for name, value in made.told.losses.items()}
+    layers = made.host_sums.layers.values()
+    _, tokens = made.host_sums.loss.tolist()
+    aux = {name: value.item() / max(tokens, 1) for name, value in made.host_sums.losses.items()}
     for layer in layers:
         for name, value in layer.aux_losses.items():
             aux[name] = aux.get(name, 0.0) + value.item() / max(tokens, 1)
@@ -291,16 +291,16 @@ def _result(made: Attempt) -> StepResult:
     shares = [(load / load.mean().clamp_min(1e-9)).tolist() for load in loads]
     return StepResult(
         loss=made.loss,
-        tokens=made.told.valid_tokens,
+        tokens=made.host_sums.valid_tokens,
         aux_losses=aux,
         counts=made.counts,
         grad_norm=made.grad_norm,
         grad_norms=dict(zip(PARTS, made.grad_norms[1:], strict=True)),
-        layers=tuple(made.told.layers),
+        layers=tuple(made.host_sums.layers),
         load_LE=shares,
         router_entropy_L=[layer.router_entropy for layer in layers],
-        largest_logit=max((largest.item() for largest in made.told.largest_logits.values()), default=None),
-        votes=Votes() if made.told.votes is None else Votes(*map(round, made.told.votes.tolist())),
+        largest_logit=max((largest.item() for largest in made.host_sums.largest_logits.values()), default=None),
+        votes=Votes() if made.host_sums.votes is None else Votes(*map(round, made.host_sums.votes.tolist())),
         routes=made.tally.routes or (),
     )
 

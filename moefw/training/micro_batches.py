@@ -85,7 +85,7 @@ def by_schedule(
     def run(batches: Sequence[Batch], clock: Clock) -> Tally:
         tally = Tally(batches[0].ids_BS.device, keep_routes=keep_routes)
 
-        def told(action: Action) -> str:
+        def described(action: Action) -> str:
             where = f"of micro-batch {action.micro_batch + 1} of {len(batches)}"
             return f"{PASSES[action.kind]} {where} in stage {action.stage} of {len(model.link.stages)}"
 
@@ -93,7 +93,7 @@ def by_schedule(
         def around(action: Action, beside: Action | None) -> Iterator[None]:
             partners = () if beside is None else (beside,)
             with clock(PASSES[action.kind], action, *partners):
-                stamp(told(action) if beside is None else f"{told(action)}, beside the {told(beside)}")
+                stamp(described(action) if beside is None else f"{described(action)}, beside the {described(beside)}")
                 yield
 
         def finished(parameters: Sequence[nn.Parameter]) -> None:

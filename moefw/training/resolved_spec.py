@@ -64,12 +64,12 @@ def agree_on_spec(assembly: Assembly, versions: Mapping[str, str]) -> None:
         "plugin": {f"{hook.removeprefix('moefw_')} {name}": have for hook, name, *have in assembly.versions()},
         "version": dict(versions),
     }
-    told = everywhere(identity, group)
+    answers = everywhere(identity, group)
     fix = "Give every node the same spec and the same environment."
     problems = [
         Problem(f"rank {rank} differs from rank 0 in {key}: {show(there)} instead of {show(here)}.", fix)
-        for rank, other in enumerate(told)
-        for key, here, there in _differences(told[0], other, ())
+        for rank, other in enumerate(answers)
+        for key, here, there in _differences(answers[0], other, ())
     ]
     raise PlanError(problems)
 

@@ -64,7 +64,7 @@ class Tally:
     """Sums over micro-batches and ranks: losses, tokens, and each layer's statistics, in fp64.
 
     ``routes``: the expert ids of each micro-batch by layer, on this rank; None: they are not kept. ``layers`` are this
-    rank's until sums are told, which then are those of all stages of a pipeline.
+    rank's; those on the host are those of all stages of a pipeline.
     """
 
     def __init__(self, device: torch.device, *, keep_routes: bool = False) -> None:
@@ -121,10 +121,10 @@ class Tally:
         if group is not None:
             all_reduce_flat(list(named.values()), group)
         named |= {("largest logit", layer, ""): largest for layer, largest in (largest_logits or {}).items()}
-        self._told = _of_all_stages(named, layout.group("pp"))
+        self._reduced = _of_all_stages(named, layout.group("pp"))
         if valid_tokens is not None:
-            self._told = {**self._told, ("valid tokens", 0, ""): valid_tokens}
-        self._copy = HostCopy([*self._told.values()])
+            self._reduced = {**self._reduced, ("valid tokens", 0, ""): valid_tokens}
+        self._copy = HostCopy([*self._reduced.values()])
 
     def _named(self) -> dict[Key, Tensor]:
         """All sums, those of layers with the layer's number."""
@@ -139,26 +139,26 @@ class Tally:
 
     def on_host(self) -> Tally:
         """Sums in host memory, once they are reduced: those of all stages of a pipeline."""
-        told = Tally(torch.device("cpu"))
-        for (kind, number, name), value in zip(self._told, self._copy.read(), strict=True):
+        on_host = Tally(torch.device("cpu"))
+        for (kind, number, name), value in zip(self._reduced, self._copy.read(), strict=True):
             if kind == "loss":
-                told.loss = value
+                on_host.loss = value
             elif kind == "valid tokens":
-                told.valid_tokens = round(value.item())
+                on_host.valid_tokens = round(value.item())
             elif kind == "votes":
-                told.votes = value
+                on_host.votes = value
             elif kind == "largest logit":
-                told.largest_logits[number] = value
+                on_host.largest_logits[number] = value
             elif kind == "losses":
-                told.losses[name] = value
+                on_host.losses[name] = value
             else:
-                getattr(told.layers.setdefault(number, LayerTally()), kind)[name] = value
-        return told
+                getattr(on_host.layers.setdefault(number, LayerTally()), kind)[name] = value
+        return on_host
 
     @property
     def reports_overflow(self) -> bool:
         """Whether something reports rows that exceed a budget."""
-        return any(name in OVERFLOWS for _, _, name in self._told)
+        return any(name in OVERFLOWS for _, _, name in self._reduced)
 
     def overflowed(self) -> bool:
         """Whether rows exceeded a budget. Waits for the host's copy."""
@@ -203,14 +203,14 @@ class Attempt:
     """Of the whole gradient, and of each part of the model: see :meth:`Gradients.norms`."""
 
     @cached_property
-    def told(self) -> Tally:
+    def host_sums(self) -> Tally:
         """The sums in host memory."""
         return self.tally.on_host()
 
     @property
     def counts(self) -> dict[str, float]:
         """The scalar statistics of the first run by name, summed over layers."""
-        return (self.told if self.first is self.tally else self.first.on_host()).counts()
+        return (self.host_sums if self.first is self.tally else self.first.on_host()).counts()
 
     @cached_property
     def grad_norms(self) -> list[float]:
@@ -225,10 +225,10 @@ class Attempt:
     @property
     def loss(self) -> float:
         """The global mean loss over tokens, in nats."""
-        loss_sum, tokens = self.told.loss.tolist()
+        loss_sum, tokens = self.host_sums.loss.tolist()
         return float(loss_sum / max(tokens, 1))
 
     @property
     def finite(self) -> bool:
         """Whether loss and gradient are finite, the same on every rank."""
-        return all(map(math.isfinite, (*self.told.loss.tolist(), self.grad_norm)))
+        return all(map(math.isfinite, (*self.host_sums.loss.tolist(), self.grad_norm)))

@@ -154,7 +154,7 @@ class Homes:
             if seen.problem is None:
                 got = f"{str(updates_Bnm.dtype).removeprefix('torch.')} {tuple(updates_Bnm.shape)}"
                 what = f"an update {got} of directions float32 {tuple(shape)}"
-                seen.problem = ContractError(self._told(what, matrices[0], seen), _FIX)
+                seen.problem = ContractError(self._message(what, matrices[0], seen), _FIX)
             return directions_Bnm.new_zeros(shape)
         seen.matrices += matrices
         seen.largest.append(torch.linalg.vector_norm(updates_Bnm, math.inf, dim=(1, 2)))
@@ -178,10 +178,10 @@ class Homes:
         """Error about the first update that is not finite; None if all are."""
         for matrix, value in zip(seen.matrices, largest.tolist(), strict=False):
             if not math.isfinite(value):
-                return RunError(self._told(f"an update with a value {value}", matrix, seen), _FIX_VALUES)
+                return RunError(self._message(f"an update with a value {value}", matrix, seen), _FIX_VALUES)
         return None
 
-    def _told(self, what: str, matrix: Matrix, seen: _Seen) -> str:
+    def _message(self, what: str, matrix: Matrix, seen: _Seen) -> str:
         place = f"rank {self.layout.rank}, step {seen.step} of the optimizer, matrix {matrix.name} {matrix.shape}"
         return f"{place}: the rule of {self.plugin} returned {what}."
 

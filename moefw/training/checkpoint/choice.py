@@ -129,15 +129,15 @@ def choose_together(run_dir: Path, which: Which | None, data: DataSource, group:
         "the number of tokens to train on": len(data.train),
         "the prepared data": data.digest,
     }
-    told = everywhere(own, group)
+    answers = everywhere(own, group)
     fix = "Let every rank see the same run.dir and the same text, or resume at a step that all have: --resume=N."
     problems = [
         Problem(
-            f"rank {rank} differs from rank 0 in {what}: {show(there[what])} instead of {show(told[0][what])}.", fix
+            f"rank {rank} differs from rank 0 in {what}: {show(there[what])} instead of {show(answers[0][what])}.", fix
         )
-        for rank, there in enumerate(told)
+        for rank, there in enumerate(answers)
         for what in own
-        if there[what] != told[0][what]
+        if there[what] != answers[0][what]
     ]
     if problems:
         raise PlanError(problems)

@@ -193,10 +193,10 @@ def _differences(checked: _Checked, group: ProcessGroup | None) -> Differences:
     Every rank begins with fresh states of its optimizer if one has to.
     """
     saved = checked.reader.tensors
-    told = everywhere([sorted(checked.fresh), checked.another_optimizer], group)
-    fresh = {name for names, _ in told for name in names}
+    answers = everywhere([sorted(checked.fresh), checked.another_optimizer], group)
+    fresh = {name for names, _ in answers for name in names}
     of_another_form = fresh & saved.keys()
-    fresh_optimizer = any(another for _, another in told)
+    fresh_optimizer = any(another for _, another in answers)
     dropped = checked.dropped | of_another_form
     if fresh_optimizer:
         dropped |= {name for name in saved if name.startswith("optimizer/")}

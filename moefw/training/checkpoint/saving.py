@@ -157,8 +157,8 @@ def require_finite(run_dir: Path, step: int, bad: str | None, layout: Layout) ->
 
     ``bad``: the name of the first tensor with such a value on this rank; None: it has none.
     """
-    told = everywhere(bad, layout.host_group())
-    bad_ranks = [(rank, name) for rank, name in enumerate(told) if name is not None]
+    answers = everywhere(bad, layout.host_group())
+    bad_ranks = [(rank, name) for rank, name in enumerate(answers) if name is not None]
     if bad_ranks:
         rank, name = bad_ranks[0]
         others = f" (and on ranks {[rank for rank, _ in bad_ranks[1:]]})" if len(bad_ranks) > 1 else ""

@@ -63,7 +63,7 @@ class BadSteps:
             raise BadStateError(f"step {number}, {before}.", fix, on_every_rank=True)
         with StepWatch(self._model, num_batches) as watch:
             second = again()
-        what = _told(number, bad, second, first_of_all(watch.first(), self._layout))
+        what = _message(number, bad, second, first_of_all(watch.first(), self._layout))
         if self._policy == "rerun" and second.finite:
             return Verdict(second, RERUN_STEPS, f"{what} The second run counts.")
         if self._policy == "skip":
@@ -75,7 +75,7 @@ class BadSteps:
         raise RunError(what, _advice(self._policy, second), on_every_rank=True)
 
 
-def _told(number: int, bad: Attempt, second: Attempt, tensor: str) -> str:
+def _message(number: int, bad: Attempt, second: Attempt, tensor: str) -> str:
     seen = f"the loss was {bad.loss:.4g}, the gradient's norm {bad.grad_norm:.4g}"
     if second.finite:
         return f"step {number}: {seen}; run again, it is finite: the fault does not repeat itself."
