@@ -448,6 +448,22 @@ def test_bars_are_as_wide_as_the_errors_of_like_rows_and_name_what_is_far() -> N
     assert told_far.percent > found.percent
 
 
+def test_a_bar_beside_one_row_is_made_of_others_too_and_not_of_the_worst_of_all() -> None:
+    (own, *_) = {row.inputs for row in likeness.held_out()}
+    beside = likeness.HeldOut("beside", own, 0.01)
+    others = [likeness.HeldOut(f"{number}", evolve(own, gpus=own.gpus << 10, tp=8), 0.08) for number in range(12)]
+    worst = likeness.HeldOut(
+        "worst", evolve(own, cluster="another", precision="other", graphs="?", gpus=own.gpus << 40), 0.6
+    )
+    assert likeness.bar(own, [beside, *others, worst]).percent == pytest.approx(8.0)
+
+
+def test_no_published_layout_has_a_bar_that_is_far_wider_than_its_error() -> None:
+    rows = likeness.held_out()
+    wide = {row.layout for row in rows if likeness.bar(row.inputs, rows).percent > 25 > 100 * abs(row.error)}
+    assert wide == set()
+
+
 def test_a_bar_holds_a_further_row_and_not_only_a_share_of_the_known_ones() -> None:
     """The quantile 0.8 (n + 1) / n of n rows alike: the last of 5, the last but one of 10."""
     own = likeness.held_out()[0].inputs

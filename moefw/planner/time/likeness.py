@@ -21,7 +21,12 @@ SHARE: Final = 0.8
 NEAR: Final = 1.5
 """How many times an input may be outside of the range of published rows and is still near."""
 BREADTH: Final = 2.0
-"""Distance at which a row counts e times less."""
+"""Distance at which a row counts e times less, if enough rows are that near."""
+FEWEST: Final = 8.0
+"""Effective number of rows that a bar is made of. Below four it would be the largest error of all rows, however far
+away that row is."""
+WIDENED: Final = tuple(BREADTH * 1.2**step for step in range(20))
+"""Breadths that are tried in turn, up to one at which all rows count about the same."""
 FURTHER: Final = 0.25
 """How much wider a bar is for each input that is extrapolated."""
 LEAST: Final = 5.5
@@ -117,10 +122,14 @@ class Bar:
 def bar(inputs: Inputs, rows: Sequence[HeldOut]) -> Bar:
     """Error bar of a prediction: a quantile of rows' errors, of which those of like rows count most.
 
-    Rows of one layout have one vote.
+    Rows of one layout have one vote. Where few rows are near, those further away count more.
     """
     votes = Counter(row.layout for row in rows)
-    weights = [exp(-distance(inputs, row.inputs) / BREADTH) / votes[row.layout] for row in rows]
+    distances = [distance(inputs, row.inputs) for row in rows]
+    for breadth in WIDENED:
+        weights = [exp(-far_away / breadth) / votes[row.layout] for far_away, row in zip(distances, rows, strict=True)]
+        if _effective_number(weights) >= FEWEST:
+            break
     far = extrapolated(inputs, [row.inputs for row in rows])
     quantile = _quantile([abs(row.error) for row in rows], weights, _conformal_share(weights))
     return Bar(max(LEAST, 100 * quantile) * (1 + FURTHER * len(far)), far)
@@ -222,11 +231,16 @@ def _conformal_share(weights: Sequence[float]) -> float:
     """Share of values below a bound under which a further value lies with a probability of :data:`SHARE`.
 
     Of n values it is ``SHARE * (n + 1) / n``, as a further one falls into each of the n + 1 gaps with the same
-    probability (split conformal prediction, https://arxiv.org/abs/2107.07511). Of weighted ones, n is Kish's effective
+    probability (split conformal prediction, https://arxiv.org/abs/2107.07511). Of weighted ones, n is their effective
     number.
     """
-    number = sum(weights) ** 2 / sum(weight**2 for weight in weights)
+    number = _effective_number(weights)
     return SHARE * (number + 1) / number
+
+
+def _effective_number(weights: Sequence[float]) -> float:
+    """Number of values with equal weights that say as much (Kish, 1965)."""
+    return float(sum(weights) ** 2 / sum(weight**2 for weight in weights))
 
 
 def _quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
