@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Final
@@ -46,6 +46,16 @@ DTYPES: Final[Mapping[str, str]] = {
     "mxfp8": "float8_e4m3fn",
     "nvfp4": "float4_e2m1fn_x2",
 }
+WORDS: Final[Mapping[str, Sequence[str]]] = {
+    "precision": [*DTYPES],
+    "dispatcher": ["", "alltoall", "deepep", "hybridep"],
+    "ep_overlap": ["", "true", "false"],
+}
+"""Columns of words, with all that they may say."""
+NEEDED: Final = ("gpus", "global_batch", "seq_len")
+LAYOUT: Final = ("micro_batch", "tp", "pp", "cp", "vpp", "ep", "etp")
+"""Columns of numbers that are 1 where they are empty."""
+WHOLE: Final = re.compile(r"0*[1-9][0-9]*(\.0*)?")
 WITHOUT_MTP: Final = ("automodel", "simumax")
 """Stacks whose figures of DeepSeek-V3 are of a model that predicts one token."""
 WITHOUT_FSDP: Final = ("", "no", "0", "false")
@@ -100,6 +110,33 @@ class Row:
     def number(self, name: str, default: int = 1) -> int:
         """Whole number in a field; ``default`` if it is empty."""
         return int(float(self[name])) if self[name] else default
+
+    def problems(self) -> list[str]:
+        """What is wrong with the fields of a row, each with its column. Without any, it can be predicted."""
+        wrong = [
+            f"{column} is {self[column]!r}, and not one of {', '.join(filter(None, known))}"
+            for column, known in WORDS.items()
+            if self[column] not in known
+        ]
+        wrong += [f"{column} is missing" for column in NEEDED if not self[column]]
+        wrong += [
+            f"{column} is {self[column]!r}, and no whole number above 0"
+            for column in (*NEEDED, *LAYOUT)
+            if self[column] and not WHOLE.fullmatch(self[column])
+        ]
+        return wrong or [*self._what_does_not_divide()]
+
+    def _what_does_not_divide(self) -> Iterator[str]:
+        """Yield what of a layout does not fit into its GPUs."""
+        gpus, pp = self.number("gpus"), self.number("pp")
+        dense = self.number("tp") * self.number("cp") * pp
+        experts = self.number("ep") * self.number("etp") * pp
+        if gpus % dense:
+            yield f"tp, cp and pp are {dense} GPUs, which do not divide {gpus}"
+        if gpus % experts:
+            yield f"ep, etp and pp are {experts} GPUs, which do not divide {gpus}"
+        if self.sizes.experts % self.number("ep"):
+            yield f"ep is {self.number('ep')}, which does not divide {self.sizes.experts} experts"
 
     @property
     def is_scored(self) -> bool:

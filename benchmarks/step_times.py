@@ -248,10 +248,13 @@ def predict(rows: Sequence[Row]) -> None:
     writer.writerow(["id", *(f"predicted_{name}" for name in names)])
     for row in rows:
         try:
-            writer.writerow([row["id"], *_prediction(row, predictor, numbers)])
-        except (MoefwError, KeyError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            writer.writerow([row["id"], "", "", "", "", f"not predicted, {type(error).__name__}: {reason}"])
+            reasons = row.problems() or None
+            predicted = reasons or _prediction(row, predictor, numbers)
+        except (MoefwError, ArithmeticError, LookupError, ValueError) as error:
+            reasons = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
+        if reasons:
+            predicted = ["", "", "", "", f"not predicted, {'; '.join(reasons)}"]
+        writer.writerow([row["id"], *predicted])
 
 
 def _prediction(row: Row, predictor: Predictor, numbers: Fitted) -> Sequence[str]:

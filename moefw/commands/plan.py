@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 
 PLANS = "plans"
 """The folder of ledgers in the cache."""
+
+
+def _number(_: click.Context, __: click.Parameter, value: float) -> float:
+    """The value. Raises click.BadParameter if it is no number, which lies in any range."""
+    if isnan(value):
+        raise click.BadParameter("it is no number.")
+    return value
 
 
 @click.command()
@@ -53,7 +61,8 @@ PLANS = "plans"
 )
 @click.option(
     "--skew",
-    type=click.FloatRange(min=1.0),
+    type=click.FloatRange(min=1.0, max=1000.0),
+    callback=_number,
     default=1.0,
     help="Rows of the rank with most, beside the mean; 1, the default, is forced balance.",
 )

@@ -178,7 +178,8 @@ class Registry:
             if not self._only_observes(module):
                 _keep_promise(promised, declared, distribution, version)
         except (pluggy.PluginValidationError, PluginError) as error:
-            self._manager.unregister(module)
+            if self._manager.is_registered(module):  # pluggy may have refused it
+                self._manager.unregister(module)
             self._owners.pop(id(module), None)
             if isinstance(error, PluginError):
                 raise

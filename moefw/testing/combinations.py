@@ -209,7 +209,7 @@ def _without(
 
 
 def combinations(
-    plugins: tuple[type[Plugin], ...] = (),
+    plugins: Sequence[type[Plugin]] = (),
     *,
     fixed: Mapping[str, Any] = MappingProxyType({}),
     include: Collection[str] = (),
@@ -221,12 +221,13 @@ def combinations(
     ``include``; not those named in ``exclude``. ``fixed``: the choices of some sections, as in a spec. Raises
     ValueError or PluginError at the first draw for names that are not there.
     """
+    own = tuple(plugins)
 
     @cache
     def fit() -> Fit:
-        return usable_here(plugins, fixed=fixed, include=include, exclude=exclude)
+        return usable_here(own, fixed=fixed, include=include, exclude=exclude)
 
-    return st.deferred(lambda: drawn_from(fit(), plugins))
+    return st.deferred(lambda: drawn_from(fit(), own))
 
 
 @st.composite

@@ -155,6 +155,10 @@ BROKEN = {
         HEAD + "@moefw.hookimpl\ndef moefw_dispatchers(): return 1 / 0",
         "raises in moefw_dispatchers",
     ),
+    "misspells an argument of a hook": (
+        HEAD + "@moefw.hookimpl\ndef moefw_dispatchers(registry): return []",
+        "breaks the hook interface",
+    ),
     "misspells a hook": (
         HEAD + "@moefw.hookimpl\ndef moefw_dispatcher(): return []",
         "Did you mean 'moefw_dispatchers'?",

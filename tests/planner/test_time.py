@@ -42,7 +42,7 @@ from moefw.plugins.pipelines.merged import Merged
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
 from moefw.runtime.pipeline.timeline import one_by_one, timeline
 from published_rows import Predictor, read
-from step_times import inputs_of
+from step_times import inputs_of, predict
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 ONES = 8
@@ -681,6 +681,13 @@ def test_a_plan_of_a_published_row_takes_as_long_as_its_closed_form(name: str) -
         assert planned_s == pytest.approx(closed_s, rel=0.001), category
 
 
+@pytest.mark.parametrize("skew", ["nan", "inf", "0.5"])
+def test_a_skew_is_a_number_of_one_or_more(skew: str) -> None:
+    refused = CliRunner().invoke(plan, [str(QUICKSTART), "--cluster", "h100", "--skew", skew])
+    assert refused.exit_code == 2
+    assert "Invalid value for '--skew'" in refused.output
+
+
 def test_software_is_a_file(tmp_path: Path) -> None:
     file = tmp_path / "runs.yaml"
     file.write_text("implementation: megatron\ngraphs: [attn, moe_router]\nep_overlap: true\nfp8_attention: true\n")
@@ -697,6 +704,16 @@ def test_software_is_a_file(tmp_path: Path) -> None:
     (unknown,) = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)["problems"]
     assert "megatron offloads no 'core'" in unknown["what"]
     assert "moe_act" in unknown["fix"]
+    file.write_text("implementation: megatron\noffload: [core]\ngraphs: [attn, foo, bar]\n")
+    several = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)["problems"]
+    assert [problem["what"].split(": ")[1] for problem in several] == [
+        "megatron offloads no 'core'.",
+        "megatron has no graph of 'foo'.",
+        "megatron has no graph of 'bar'.",
+    ]
+    file.write_text("implementation: moefw\ngraphs: [attn]\n")
+    (whole,) = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)["problems"]
+    assert whole["fix"] == "Say none or full: graphs hold whole steps there."
     file.write_text("implementation: megatron\ngraphs: half\nfused: true\n")
     wrong = json.loads(run("--cluster", "h100", "--as", str(file), "--json").output)
     assert [problem["what"].split()[0] for problem in wrong["problems"]] == ["'fused'", "'half'"]
@@ -774,3 +791,30 @@ def test_short_sums_cost_a_faster_format_more_of_its_rate() -> None:
 def test_a_node_of_a_cluster_is_a_power_of_two() -> None:
     assert closed_form.node_of(cluster.read("gb200")) == 64
     assert closed_form.node_of(cluster.read("h100")) == 8
+
+
+WRONG_FIELDS: Mapping[str, tuple[Mapping[str, str], str]] = {
+    "no tokens": ({"seq_len": "", "gpus": ""}, "gpus is missing; seq_len is missing"),
+    "words": (
+        {"dispatcher": "flex", "ep_overlap": "yes", "precision": "fp16"},
+        "precision is 'fp16', and not one of bf16, fp8, fp8block, mxfp8, nvfp4; dispatcher is 'flex', and not one of "
+        "alltoall, deepep, hybridep; ep_overlap is 'yes', and not one of true, false",
+    ),
+    "numbers": ({"tp": "0", "micro_batch": "0.5"}, "micro_batch is '0.5', and no whole number above 0; tp is '0', and"),
+    "a layout without GPUs": (
+        {"pp": "7", "ep": "48"},
+        "GPUs, which do not divide 1024; ep, etp and pp are 336 GPUs, which do not divide 1024; ep is 48, which does "
+        "not divide 256 experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_FIELDS)
+def test_rows_that_are_wrong_are_told_with_every_reason_and_others_are_predicted(what: str, capsys) -> None:
+    fields, reasons = WRONG_FIELDS[what]
+    (right,) = (row for row in read() if row["id"] == "p109")
+    predict([evolve(right, fields={**right.fields, **fields}), right])
+    _, wrong, predicted = capsys.readouterr().out.splitlines()
+    assert wrong.startswith('p109,,,,,"not predicted, ')
+    assert reasons in wrong
+    assert float(predicted.split(",")[1]) > 0

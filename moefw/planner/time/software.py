@@ -170,12 +170,27 @@ def read(name: str) -> Software:
     if name in names():
         return Software(implementation=name)
     software = data_files.read(Software, FOLDER / "software", name, option=OPTION, called="implementation")
-    known = list(implementation(software.implementation).offloads)
-    unknown = [module for module in software.offload if module not in known]
-    if unknown:
-        fix = f"Name some of {', '.join(known)}." if known else "Leave offload out: the spec's memory policies say it."
-        problems = [
-            Problem(f"{OPTION} {name}: {software.implementation} offloads no {module!r}.", fix) for module in unknown
-        ]
-        raise SpecError(problems)
+    problems = [*_unknown_modules(software), *_unknown_scopes(software)]
+    if problems:
+        raise SpecError([Problem(f"{OPTION} {name}: {what}", fix) for what, fix in problems])
     return software
+
+
+def _unknown_modules(software: Software) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with each module that the implementation does not offload, and what to do."""
+    known = list(implementation(software.implementation).offloads)
+    fix = f"Name some of {', '.join(known)}." if known else "Leave offload out: the spec's memory policies say it."
+    for module in software.offload:
+        if module not in known:
+            yield f"{software.implementation} offloads no {module!r}.", fix
+
+
+def _unknown_scopes(software: Software) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with each scope of which the implementation captures no graph, and what to do."""
+    if not isinstance(software.graphs, tuple):
+        return
+    known = list(implementation(software.implementation).graph_scopes)
+    fix = f"Name some of {', '.join(known)}." if known else "Say none or full: graphs hold whole steps there."
+    for scope in software.graphs:
+        if scope not in known:
+            yield f"{software.implementation} has no graph of {scope!r}.", fix
