@@ -86,7 +86,7 @@ class Layer(nn.Module):
         ``mask``: bool ``(T)`` or ``(B, S)``, False for padding, which is not routed and not counted; None: all tokens
         are valid. A loss over sequences takes the rows of ``(B, S, D)``, or ``(T, D)`` as one sequence. In training,
         random draws start from PyTorch's generator of the device. ``x`` is cast to the dtype of the recipe's residual
-        stream, and the output back. Raises ContractError for other shapes.
+        stream, and the output back. Raises ContractError for other shapes, and for dtypes of whole numbers.
         """
         self._require(x, mask)
         batch = self._batch(x, mask)
@@ -103,6 +103,8 @@ class Layer(nn.Module):
         if x.dim() not in (2, 3) or x.shape[-1] != self.dim:
             what = f"an MoE layer of dim {self.dim} got tokens of shape {tuple(x.shape)}."
             raise ContractError(what, f"Hand over (T, {self.dim}) or (B, S, {self.dim}).")
+        if not x.is_floating_point():
+            raise ContractError(f"an MoE layer got tokens of {x.dtype}.", "Hand over embeddings in torch.float32, say.")
         if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
             what = f"the mask of tokens of shape {tuple(x.shape)} is {tuple(mask.shape)} {mask.dtype}."
             raise ContractError(what, f"Hand over {tuple(x.shape[:-1])} torch.bool: False for padding.")

@@ -230,6 +230,7 @@ def test_a_wrong_call_says_what_to_hand_over() -> None:
     for call, message in (
         (lambda: layer(x[..., :4]), "Hand over (T, 8) or (B, S, 8)."),
         (lambda: layer(x, mask_BS.float()), "Hand over (2, 7) torch.bool"),
+        (lambda: layer(x.long()), "an MoE layer got tokens of torch.int64."),
         (layer.update, "have seen no tokens in training"),
         (lambda: copy.deepcopy(layer), "cannot be copied"),
     ):

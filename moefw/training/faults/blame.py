@@ -13,7 +13,7 @@ from moefw.training.faults.kernel import STOPPED
 from moefw.training.faults.patience import limit_s
 from moefw.training.faults.record import Record
 
-RESUME = "Continue from the last checkpoint with --resume."
+RESUME = "Continue from the last checkpoint, if the run has one, with --resume."
 _SPANS_TOLD: Final = 16
 
 
