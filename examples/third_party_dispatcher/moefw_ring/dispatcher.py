@@ -86,7 +86,8 @@ class RingDispatcher(moefw.Dispatcher[_Metadata, _Metadata]):
         mine = [slots.counts.cumsum(0).flip(0) for slots in leaving]
         head = torch.tensor([num_tokens, capacity], device=leaving[0].counts.device if leaving else None)
         ones = [1] * self.experts.size
-        counts_P = exchange_now(torch.cat([head, *mine]).repeat(len(ones), 1), ones, ones, self.experts.group)
+        told_P = torch.cat([head, *mine]).repeat(len(ones), 1)
+        counts_P = exchange_now(told_P, ones, ones, self.experts.metadata_group)
         by_rank: list[list[int]] = counts_P.tolist()
         return by_rank
 

@@ -46,7 +46,7 @@ class SampleDispatcher(moefw.Dispatcher[Metadata, Metadata]):
         offered_Pe = slots.counts.view(experts.size, experts.local_experts)
         ones = [1] * experts.size
         told_Pe = F.pad(offered_Pe, (0, 1), value=routing.capacity or 0)
-        asked = exchange_now(told_Pe, ones, ones, experts.group).tolist()
+        asked = exchange_now(told_Pe, ones, ones, experts.metadata_group).tolist()
         groups = group_chunks(
             [of_rank[:-1] for of_rank in asked],
             self.row_alignment,
