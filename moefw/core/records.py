@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Role = Literal["input", "weight", "grad"]
 GemmPass = Literal["fprop", "dgrad", "wgrad"]
 """One of the products of a layer with a weight: its output, the gradient of its input, or that of its weight."""
+Pass = GemmPass
+"""Its name for plugins that were written for an API before 4."""
 Side = Literal["dense", "experts"]
 """One of the two meshes: ``dense`` for attention, embedding and loss, ``experts`` for the routed experts."""
 Zero = Literal[1, 2, 3]
