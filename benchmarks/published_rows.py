@@ -53,7 +53,8 @@ WORDS: Final[Mapping[str, Sequence[str]]] = {
 }
 """Columns of words, with all that they may say."""
 NEEDED: Final = ("gpus", "global_batch", "seq_len")
-LAYOUT: Final = ("micro_batch", "tp", "pp", "cp", "vpp", "ep", "etp")
+"""Columns of numbers that every row has to say."""
+OPTIONAL: Final = ("micro_batch", "tp", "pp", "cp", "vpp", "ep", "etp")
 """Columns of numbers that are 1 where they are empty."""
 WHOLE: Final = re.compile(r"0*[1-9][0-9]*(\.0*)?")
 WITHOUT_MTP: Final = ("automodel", "simumax")
@@ -121,7 +122,7 @@ class Row:
         wrong += [f"{column} is missing" for column in NEEDED if not self[column]]
         wrong += [
             f"{column} is {self[column]!r}, and no whole number above 0"
-            for column in (*NEEDED, *LAYOUT)
+            for column in (*NEEDED, *OPTIONAL)
             if self[column] and not WHOLE.fullmatch(self[column])
         ]
         return wrong or [*self._what_does_not_divide()]

@@ -248,8 +248,8 @@ def predict(rows: Sequence[Row]) -> None:
     writer.writerow(["id", *(f"predicted_{name}" for name in names)])
     for row in rows:
         try:
-            reasons = row.problems() or None
-            predicted = reasons or _prediction(row, predictor, numbers)
+            reasons = row.problems()
+            predicted = [] if reasons else _prediction(row, predictor, numbers)
         except (MoefwError, ArithmeticError, LookupError, ValueError) as error:
             reasons = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
         if reasons:
