@@ -345,6 +345,15 @@ PLANNED: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
         3,
         {"parallel": {"pp": 2, "dense": {"shard": "all", "zero": 2}, "experts": {"ep": 2}}},
     ),
+    "interleaved, merged": (
+        2,
+        4,
+        {
+            "model": {**SMALL["model"], **SIZES, "num_layers": 28},
+            "parallel": {"pp": 2},
+            "pipeline": {"use": "interleaved", "merged": True},
+        },
+    ),
     "1f1b, recomputed": (4, 4, {"parallel": {"pp": 2, "dense": {"tp": 2}, "experts": {"ep": 2}}, "memory": RECOMPUTE}),
 }
 ROUGHLY = 0.02

@@ -289,6 +289,19 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
         },
         4,
     ),
+    "merged, twelve layers alike": (
+        {**ONCE_A_RANK, "model": {**MODEL, "num_layers": 12}, "train": LONGER, "pipeline": {"use": "merged"}},
+        4,
+    ),
+    "merged, dense layers before and twelve alike behind": (
+        {
+            **ONCE_A_RANK,
+            "model": {**MODEL, "num_layers": 18, "num_dense_layers": 6},
+            "train": LONGER,
+            "pipeline": {"use": "merged"},
+        },
+        4,
+    ),
     "choices dropped": ({**ONCE_A_RANK, "train": BRIEF, "routing": {"use": "topk", "capacity": {"factor": 0.5}}}, 4),
     "a third party's dispatcher and memory policy": (
         {
@@ -301,6 +314,7 @@ SPECS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 QUICK = (
+    "merged, twelve layers alike",
     "merged, six layers, weight gradients delayed",
     "sharded, six layers offloaded, one micro-batch",
     "loop, delayed scales",

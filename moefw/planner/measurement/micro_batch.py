@@ -321,11 +321,6 @@ class MicroBatch:
         self.stages[stage.index] = recorded
         return recorded
 
-    def spans(self) -> Iterator[tuple[RunLayer, range, range]]:
-        """Yield the layers that stand for others, with the moments of their forward and of their backward."""
-        for stage in self.stages.values():
-            yield from stage.spans()
-
     def saved(self) -> Iterator[Life]:
         """Yield the storages that forward leaves for backward, without batch, gradients and pools."""
         return (life for life in self.recorder.alive(self.turn) if life.began > self.begin and life.kind in SAVED)

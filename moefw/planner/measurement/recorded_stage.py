@@ -80,23 +80,19 @@ class RecordedStage:
             self.backward[-1] = began
             self.backward[0] = ended
 
-    def forward_of(self, phase: int) -> range:
-        """Moments of the forward of a phase."""
-        return range(self.forward[phase], self.forward[phase + 1])
+    def forward_of(self, phases: Sequence[int]) -> range:
+        """Moments of the forward of phases that follow each other."""
+        return range(self.forward[phases[0]], self.forward[phases[-1] + 1])
 
-    def backward_of(self, phase: int) -> range:
-        """Moments of the backward of a phase."""
-        return range(self.backward[phase + 1], self.backward[phase])
+    def backward_of(self, phases: Sequence[int]) -> range:
+        """Moments of the backward of phases that follow each other."""
+        return range(self.backward[phases[-1] + 1], self.backward[phases[0]])
 
-    def spans(self) -> Iterator[tuple[RunLayer, range, range]]:
-        """Yield the layers that stand for others, with the moments of their forward and of their backward."""
+    def standing_for_others(self) -> Iterator[tuple[RunLayer, Sequence[int]]]:
+        """Yield the layers that stand for others, with the numbers of their phases."""
         for layer, numbers in self._by_layer():
             if layer is not None and layer.more:
-                first = numbers[0]
-                behind = numbers[-1] + 1
-                forward = range(self.forward[first], self.forward[behind])
-                backward = range(self.backward[behind], self.backward[first])
-                yield layer, forward, backward
+                yield layer, numbers
 
     def whole(self) -> list[tuple[int, int]]:
         """Phases of the stage with all of its layers: the number of the phase that runs for each, and how many layers

@@ -9,6 +9,7 @@ beside the recorded one (:meth:`Usage._bytes_beside_passes`). What a rank holds 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from itertools import accumulate
 from typing import final
 
@@ -16,7 +17,6 @@ from attrs import frozen
 
 from moefw.core.records import Action, Entry, Pair
 from moefw.planner.measurement.micro_batch import MicroBatch
-from moefw.planner.measurement.recorded_stage import RecordedStage
 from moefw.planner.report import Peak
 from moefw.recording.recorder import GATHERED, GRADIENTS, Life
 from moefw.runtime.pipeline.merging import merged
@@ -24,38 +24,104 @@ from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
 from moefw.runtime.pipeline.transfers import UNDER_WAY, Receive
 
 
+@frozen(order=True)
+class _Place:
+    """Where a rank is in the phases of its stages: a stage, and a phase of those that run, both by number."""
+
+    stage: int
+    phase: int
+
+
+@frozen
+class _LayerBytes:
+    """Bytes of layers that did not run: what they saved for backward, and their gradients."""
+
+    saved: int = 0
+    gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of both."""
+        return self.saved + self.gradients
+
+    def plus(self, other: _LayerBytes) -> _LayerBytes:
+        """Bytes of both."""
+        return _LayerBytes(self.saved + other.saved, self.gradients + other.gradients)
+
+
 @frozen
 class _LayersNotRun:
-    """Bytes of the layers that did not run and that one recorded layer stands for.
+    """The layers that did not run and that one recorded layer stands for: ``number`` of them.
 
-    With U(t) the bytes in use at moment t, and n the number of these layers:
+    With U(t) the bytes in use at moment t, each of them has:
 
-    - ``saved`` = n (U(end of forward) - U(begin of forward)): what forward of the recorded layer left for backward;
-    - ``gradients`` = ``saved`` + n (U(end of backward) - U(begin of backward)): backward freed what was saved, so the
+    - ``saved`` = U(end of forward) - U(begin of forward): what forward of the recorded layer left for backward;
+    - ``gradients`` = ``saved`` + U(end of backward) - U(begin of backward): backward freed what was saved, so the
       rest of its change is that of gradients. It is negative where gradients of earlier micro-batches are freed.
 
-    ``since``: the begin of the recorded layer's forward. ``backward``: the moments of its backward.
+    ``since``: the begin of the recorded layer's forward. ``backward``: the moments of its backward. ``first`` and
+    ``last``: the places of its phases.
     """
 
+    number: int
     saved: int
     gradients: int
     since: int
     backward: range
+    first: _Place
+    last: _Place
 
-    def at(self, moment: int) -> tuple[int, int]:
-        """Saved bytes and bytes of gradients that these layers hold at a moment.
+    def at(self, moment: int) -> _LayerBytes:
+        """Most bytes that these layers hold at a moment of a pass that runs from end to end.
 
         The recorded layer may be any of the row. In forward it counts as the last one: what the others save is there
         from its begin on. In backward, j of the n others are done and hold gradients, and n - j hold what they saved.
         The sum is linear in j, so its maximum is at one end: only the larger of both counts.
         """
         if moment < self.since:
-            return 0, 0
+            return _LayerBytes()
         if moment >= self.backward.stop:
-            return 0, self.gradients
+            return self._bytes(done=self.number)
         if moment >= self.backward.start and self.gradients > self.saved:
-            return 0, self.gradients
-        return self.saved, 0
+            return self._bytes(done=self.number)
+        return self._bytes(waiting=self.number)
+
+    def beside(self, place: _Place, behind: int, *, in_backward: bool) -> _LayerBytes:
+        """Bytes that these layers hold while the phase at a place runs, and at the boundary before it.
+
+        ``behind``: the number of layers of the row behind the one of this phase, where the recorded layer takes turns
+        as each of them. A moment does not say that: one at which a layer begins is the last of the layer before, too.
+        """
+        if place < self.first:
+            return self._bytes(done=self.number if in_backward else 0)
+        if place > self.last:
+            return self._bytes(waiting=self.number)
+        return self._bytes(waiting=self.number - behind, done=behind if in_backward else 0)
+
+    def _bytes(self, *, waiting: int = 0, done: int = 0) -> _LayerBytes:
+        """Bytes of layers that wait for their backward, and of layers that are done with it."""
+        return _LayerBytes(saved=waiting * self.saved, gradients=done * self.gradients)
+
+
+@frozen
+class _Span:
+    """Moments of a recorded pass, or of one of its phases, in a schedule, and the bytes that are held beside it.
+
+    ``layers``: what layers that did not run hold meanwhile; None: it depends on the moment.
+    """
+
+    moments: range
+    beside: int
+    layers: _LayerBytes | None = None
+
+    @property
+    def constant(self) -> int:
+        """Bytes that are the same at all of these moments."""
+        return self.beside + (self.layers.total if self.layers else 0)
+
+    def every(self) -> range:
+        """The moments with both ends: a pass may have its peak in its last one, which is the first of the next."""
+        return range(self.moments.start, self.moments.stop + 1)
 
 
 @final
@@ -94,25 +160,49 @@ class Usage:
 
     def _layers_not_run(self) -> Iterator[_LayersNotRun]:
         in_use = self._recorded_bytes
-        for layer, forward, backward in self._batch.spans():
-            saved = in_use[forward.stop] - in_use[forward.start]
-            gradients = saved + in_use[backward.stop] - in_use[backward.start]
-            yield _LayersNotRun(layer.more * saved, layer.more * gradients, forward.start, backward)
+        for stage, recorded_stage in self._batch.stages.items():
+            for layer, phases in recorded_stage.standing_for_others():
+                forward, backward = recorded_stage.forward_of(phases), recorded_stage.backward_of(phases)
+                saved = in_use[forward.stop] - in_use[forward.start]
+                gradients = saved + in_use[backward.stop] - in_use[backward.start]
+                yield _LayersNotRun(
+                    number=layer.more,
+                    saved=saved,
+                    gradients=gradients,
+                    since=forward.start,
+                    backward=backward,
+                    first=_Place(stage, phases[0]),
+                    last=_Place(stage, phases[-1]),
+                )
+
+    def _layers_at(self, moment: int) -> _LayerBytes:
+        """What all layers that did not run hold at a moment of a pass that runs from end to end."""
+        return _sum(layers.at(moment) for layers in self._not_run)
+
+    def _layers_beside(self, place: _Place, behind: int, *, in_backward: bool) -> _LayerBytes:
+        """What all layers that did not run hold while a phase of a pair runs."""
+        return _sum(layers.beside(place, behind, in_backward=in_backward) for layers in self._not_run)
 
     def _at(self, moment: int) -> int:
         """Bytes in use at a moment, of the recorded micro-batch in all layers."""
-        return self._recorded_bytes[moment] + sum(sum(layers.at(moment)) for layers in self._not_run)
+        return self._recorded_bytes[moment] + self._layers_at(moment).total
+
+    def _in(self, span: _Span, moment: int) -> int:
+        """Bytes in use at a moment of a span, of all micro-batches."""
+        if span.layers is None:
+            return self._at(moment) + span.beside
+        return self._recorded_bytes[moment] + span.constant
 
     def own_at(self, moment: int) -> int:
         """The same without gathered weights."""
-        return self._bytes_of_its_own[moment] + sum(sum(layers.at(moment)) for layers in self._not_run)
+        return self._bytes_of_its_own[moment] + self._layers_at(moment).total
 
     def most_in(self, moments: range) -> int:
         """Most bytes in use between two moments, of the recorded micro-batch in all layers."""
         return max(self._at(moment) for moment in range(moments.start, moments.stop + 1))
 
-    def _bytes_beside_passes(self, *, begin_with_gradients: bool) -> Iterator[tuple[range, int]]:
-        """Yield the moments of each recorded pass of a pipeline, and the most bytes that are held beside it.
+    def _bytes_beside_passes(self, *, begin_with_gradients: bool) -> Iterator[_Span]:
+        """Yield the moments of each recorded pass of a pipeline, with the most bytes that are held beside it.
 
         One micro-batch was recorded: forward through the stages of this rank, in their order, and back. Here the whole
         schedule of the rank is played without running it. Before each pass, with m(s) the micro-batches in flight in
@@ -134,7 +224,7 @@ class Usage:
         spans = self._batch.saved_in
         saved = {stage: self.own_at(span.stop) - self.own_at(span.start) for stage, span in spans.items()}
         in_flight = dict.fromkeys(saved, 0)
-        most: dict[tuple[int, int], int] = {}
+        most: dict[tuple[int, int], _Span] = {}
         received: dict[tuple[str, int, int], int] = {}
         num_sends = 0
         stages_with_gradients: set[int] = set()
@@ -154,28 +244,27 @@ class Usage:
             ]
             for action in counted:
                 own_bytes = _recorded_in_flight(saved, action)
-                for moments, partner in self._windows(step, action, saved):
-                    beside = others - own_bytes + partner
-                    window = moments.start, moments.stop
-                    most[window] = max(beside, most.get(window, beside))
+                for span in self._spans(step, action, saved, beside=others - own_bytes):
+                    ends = span.moments.start, span.moments.stop
+                    most[ends] = max(span, most.get(ends, span), key=_constant)
             for action in step.passes:
                 if _recorded_kind(action) == "B":
                     stages_with_gradients.add(action.stage)
                 if action.kind != "W":
                     num_sends += 1
                 in_flight[action.stage] += CHANGE_IN_FLIGHT[action.kind]
-        for window, beside in most.items():
-            yield range(*window), beside
+        yield from most.values()
 
-    def _windows(self, step: Entry, action: Action, saved: Mapping[int, int]) -> Iterator[tuple[range, int]]:
-        """Yield the moments of a recorded pass of a step, and the bytes that its partner in a pair adds to the others.
+    def _spans(self, step: Entry, action: Action, saved: Mapping[int, int], *, beside: int) -> Iterator[_Span]:
+        """Yield the spans of a recorded pass of a step: the whole pass, or its phases where it is in a pair.
 
-        Among the others, a forward counts as not begun, and a backward as all that its forward saved. The partner of a
-        pass in a pair is somewhere between.
+        ``beside``: bytes beside the pass in which its partner, if it is a forward, counts as not begun, and if it is a
+        backward as all that its forward saved. At a phase of a pair the partner is somewhere between.
         """
         if not isinstance(step, Pair):
-            yield self._batch.passes[_recorded_kind(action), action.stage], 0
+            yield _Span(self._batch.passes[_recorded_kind(action), action.stage], beside)
             return
+        place = partial(_Place, action.stage)
         ahead = self._batch.stages[step.forward.stage]
         back = self._batch.stages[step.backward.stage]
         saved_before = sum(saved[own] for own in saved if own < step.backward.stage)
@@ -190,35 +279,28 @@ class Usage:
             if kind == "F":
                 if action is step.forward:
                     number, behind = phases_ahead[done_ahead]
-                    partner = self._level(back, back.backward, phases_back, left_back) - saved_before
-                    partner -= saved[step.backward.stage] + behind * self._saved_by_layer(ahead, number)
-                    yield ahead.forward_of(number), partner
+                    partner = self._level(step.backward, phases_back, left_back)
+                    partner -= saved_before + saved[step.backward.stage]
+                    layers = self._layers_beside(place(number), behind, in_backward=False)
+                    yield _Span(ahead.forward_of([number]), beside + partner, layers)
                 done_ahead += 1
             else:
                 left_back -= 1
                 if action is step.backward:
                     number, behind = phases_back[left_back]
-                    partner = self._level(ahead, ahead.forward, phases_ahead, done_ahead)
-                    partner -= self.own_at(ahead.forward[0])
-                    partner -= behind * self._saved_by_layer(back, number)
-                    yield back.backward_of(number), partner
+                    partner = self._level(step.forward, phases_ahead, done_ahead)
+                    partner -= self._level(step.forward, phases_ahead, 0)
+                    layers = self._layers_beside(place(number), behind, in_backward=True)
+                    yield _Span(back.backward_of([number]), beside + partner, layers)
 
-    def _level(
-        self, stage: RecordedStage, moments: Sequence[int], phases: Sequence[tuple[int, int]], boundary: int
-    ) -> int:
-        """Bytes in use when a pass is at a boundary between the phases of the whole stage."""
-        if boundary == len(phases):
-            return self.own_at(moments[-1])
-        number, behind = phases[boundary]
-        return self.own_at(moments[number]) - behind * self._saved_by_layer(stage, number)
-
-    def _saved_by_layer(self, stage: RecordedStage, number: int) -> int:
-        """Bytes that forward of the layer of a phase saves; 0 outside of layers."""
-        layer = stage.layers[number]
-        if layer is None or not layer.more:
-            return 0
-        (forward,) = (forward for other, forward, _ in stage.spans() if other is layer)
-        return self._bytes_of_its_own[forward.stop] - self._bytes_of_its_own[forward.start]
+    def _level(self, action: Action, phases: Sequence[tuple[int, int]], boundary: int) -> int:
+        """Bytes without gathered weights when a pass is at a boundary between the phases of its whole stage."""
+        stage = self._batch.stages[action.stage]
+        in_backward = action.kind != "F"
+        moments = stage.backward if in_backward else stage.forward
+        number, behind = phases[boundary] if boundary < len(phases) else (len(stage.phases), 0)
+        layers = self._layers_beside(_Place(action.stage, number), behind, in_backward=in_backward)
+        return self._bytes_of_its_own[moments[number]] + layers.total
 
     @staticmethod
     def _has_gradients(action: Action, stages_with_gradients: set[int]) -> bool:
@@ -241,11 +323,8 @@ class Usage:
         It is what they would need if they began with all gradients, as the recording did: no less, since what they add
         to the gradients is part of these.
         """
-        in_use = [
-            self._at(moment) + beside
-            for span, beside in self._bytes_beside_passes(begin_with_gradients=False)
-            for moment in range(span.start, span.stop + 1)
-        ]
+        spans = self._bytes_beside_passes(begin_with_gradients=False)
+        in_use = [self._in(span, moment) for span in spans for moment in span.every()]
         return self._batch.operands() + max(in_use) - self._gradients_at(self._batch.begin) if in_use else 0
 
     def peak(self, all_gradients: int) -> Peak:
@@ -256,20 +335,19 @@ class Usage:
         begin if gradients of earlier micro-batches existed there, and less ``all_gradients`` if none did.
         """
         batch = self._batch
-        spans = self._beside or [(range(batch.begin, batch.end), 0)]
-        # Both ends count: a pass may have its peak in its last moment, which is the first one of the next.
-        moments = ((at, beside) for span, beside in spans for at in range(span.start, span.stop + 1))
-        moment, beside = max(moments, key=lambda each: self._at(each[0]) + each[1])
+        spans = self._beside or [_Span(range(batch.begin, batch.end), beside=0)]
+        moments = ((span, moment) for span in spans for moment in span.every())
+        span, moment = max(moments, key=lambda each: self._in(*each))
         alive = self._counted_at(moment)
         left_for_backward = set(batch.saved())
         unlabelled = [life for life in alive if life.kind is None]
-        not_run = [layers.at(moment) for layers in self._not_run]
+        layers = self._layers_at(moment) if span.layers is None else span.layers
         gathered = sum(life.nbytes for life in alive if life.kind == GATHERED)
         saved = sum(life.nbytes for life in unlabelled if life in left_for_backward)
-        saved += sum(saved for saved, _ in not_run) + beside
+        saved += layers.saved + span.beside
         passing = sum(life.nbytes for life in unlabelled if life not in left_for_backward)
         gradients = self._gradients_at(moment) - self._gradients_at(batch.begin)
-        gradients += sum(gradients for _, gradients in not_run)
+        gradients += layers.gradients
         if not self._gradients_exist:
             gradients -= all_gradients
         last_allocated = max((life for life in batch.recorder.lives if life.began <= moment), key=_began)
@@ -296,6 +374,14 @@ def _recorded_in_flight(saved: Mapping[int, int], action: Action) -> int:
     """
     before = sum(saved[own] for own in saved if own < action.stage)
     return before if action.kind == "F" else before + saved[action.stage]
+
+
+def _sum(parts: Iterable[_LayerBytes]) -> _LayerBytes:
+    return reduce(_LayerBytes.plus, parts, _LayerBytes())
+
+
+def _constant(span: _Span) -> int:
+    return span.constant
 
 
 def _began(life: Life) -> int:
