@@ -25,6 +25,7 @@ from moefw.core.errors import PlanError
 from moefw.planner import cluster as clusters
 from moefw.planner import ledger
 from moefw.planner.data_files import Figure
+from moefw.planner.measurement.measure import measure
 from moefw.planner.report import Ledger
 from moefw.planner.time.likeness import Inputs, error_of_ratio, held_out
 from moefw.planner.time.software import Software
@@ -34,7 +35,7 @@ from moefw.planner.tune.excerpts import Excerpts
 from moefw.planner.tune.ranking import percent_below_ties, tied
 from moefw.planner.tune.reasons import impossible, reasons
 from moefw.planner.tune.search import Search, Where
-from moefw.planner.tune.settings import MICRO_BATCH, PIPELINE, Settings, with_settings
+from moefw.planner.tune.settings import MEMORY, MICRO_BATCH, PIPELINE, Settings, with_settings
 from moefw.planner.tune.space import BY_DEFAULT, space_of
 from moefw.plugins.pipelines.one_stage import OneForwardOneBackward
 
@@ -107,6 +108,20 @@ def test_a_composed_candidate_is_as_fast_and_as_large_as_its_whole_plan(settings
     whole, _ = search.exact(composed, ledger)
     assert composed.step_s == pytest.approx(whole.step_s, rel=0.01)
     assert composed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+
+
+def test_each_position_of_a_composed_candidate_is_as_large_as_in_its_whole_plan() -> None:
+    """The norm behind the last layer is not one of each layer like it."""
+    search = search_of()
+    recomputed = [{"use": "recompute", "regions": ["attn_norm", "core_attn", "mlp_norm", "dispatch", "expert_fc1"]}]
+    every = {**search.space.own, PP: 2, EP: 4, MEMORY: recomputed, **ZERO_1}
+    assembly = search.resolve(every, WORLD)
+    measured = search.excerpts.of(every, assembly)
+    composed = Composer.of(assembly, measured.excerpt, measured.kinds).ledger()
+    whole = measure(assembly, assembly.micro_batches)
+    found = {at: position.peak_bytes for position in composed.positions for at in position.at}
+    expected = {at: position.peak_bytes for position in whole.positions for at in position.at}
+    assert found == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.parametrize("settings", [{**MERGED, **SHARDED}, {EP: 2, **MERGED, **ZERO_1}], ids=["sharded", "whole"])

@@ -315,8 +315,11 @@ class MicroBatch:
         recorded.add(Phase(enter))
         for layer in self.layers:
             if layer.number in stage.layers:
+                own = {*model.layers[layer.number].modules()}
                 for phase in model.phases_of(layer.number):
-                    recorded.add(phase, layer)
+                    # Behind the last layer comes a norm that is not of it.
+                    is_of_layer = not phase.uses or not own.isdisjoint(phase.uses)
+                    recorded.add(phase, layer if is_of_layer else None)
         recorded.add(Phase(leave))
         self.stages[stage.index] = recorded
         return recorded

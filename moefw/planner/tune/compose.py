@@ -23,7 +23,7 @@ from moefw.planner.tune.parts import ENTER, LEAVE, SIDES, End, Excerpt, Share, S
 from moefw.planner.tune.peaks import StageBytes, most_at
 from moefw.runtime.parallel.meshes import COPIES
 from moefw.runtime.pipeline.timeline import most_in_flight, one_by_one
-from moefw.runtime.pipeline.transfers import UNDER_WAY
+from moefw.runtime.pipeline.transfers import Step, with_transfers
 
 OF_PARAMETERS: Final = ("all-gather", "reduce-scatter", "all-reduce")
 """Collectives over the copies of parameters."""
@@ -77,17 +77,18 @@ class Composer:
             kinds = tuple(sorted(self.kinds[number] for stage in stages for number in stage.layers))
             ends = tuple((stage.is_first, stage.is_last) for stage in stages)
             alike.setdefault((kinds, ends), []).append(at)
-        order = passes_of(assembly)
-        found = [self._of_positions(positions, order) for positions in alike.values()]
+        steps = steps_of(assembly)
+        found = [self._of_positions(positions, steps) for positions in alike.values()]
         composed = tuple(position for position, _ in found)
         _, worst_ledger = max(found, key=lambda each: each[1].peak_bytes or 0)
         return evolve(worst_ledger, positions=composed)
 
-    def _of_positions(self, alike: Sequence[int], order: Order) -> tuple[Position, Ledger]:
+    def _of_positions(self, alike: Sequence[int], steps: Sequence[Sequence[Step]]) -> tuple[Position, Ledger]:
         """Positions with stages alike, and the ledger of the one that needs most."""
         assembly = self.assembly
         count = assembly.micro_batches
-        most = {at: most_at(order[at], self._stages(assembly.stages[at])) for at in alike}
+        sent = max(end.sent for end in self.excerpt.ends) if len(assembly.stages) > 1 else 0
+        most = {at: most_at(steps[at], self._stages(assembly.stages[at]), sent=sent) for at in alike}
         at = max(alike, key=lambda each: most[each].total)
         stages = assembly.stages[at]
         train = assembly.spec.train
@@ -115,7 +116,7 @@ class Composer:
             saved=most[at].saved,
             gathered=0,
             gradients=-most[at].missing,
-            passing=most[at].passing + (UNDER_WAY * end.sent if len(assembly.stages) > 1 else 0),
+            passing=most[at].passing,
         )
         if peak.total < held.step_passing:
             peak = Peak(place="optimizer", operands=0, saved=0, gathered=0, passing=held.step_passing)
@@ -127,7 +128,7 @@ class Composer:
             ranks_per_node=assembly.site.ranks_per_node,
             stages=len(assembly.stages),
             position=at,
-            in_flight=most_in_flight(order[at]),
+            in_flight=most_in_flight(passes_of(assembly)[at]),
             pools=end.pools * sum(layers.values()) // max(1, end.layers),
             peak=peak,
         )
@@ -178,7 +179,7 @@ class Composer:
             enter = (first if stage.is_first else last).enter
             leave = (last if stage.is_last else first).leave
             gradients = round(self._sum([*self._shares([stage])], "gradients"))
-            found[stage.index] = StageBytes((enter, *chain.from_iterable(layers), leave), gradients)
+            found[stage.index] = StageBytes((enter, *chain.from_iterable(layers), *leave), gradients)
         return found
 
     def _work(self, stages: Sequence[Stage], layers: Mapping[str, int], growth: float) -> Iterator[Work]:
@@ -312,6 +313,22 @@ def passes_of(assembly: Assembly) -> Order:
     if len(assembly.stages) == 1 and not assembly.parts.pipeline.merges:
         return [one_by_one(min(2, assembly.micro_batches))]
     return _passes(assembly.parts.pipeline, len(assembly.stages), assembly.micro_batches)
+
+
+def steps_of(assembly: Assembly) -> Sequence[Sequence[Step]]:
+    """The same passes with the starts of what each position receives."""
+    if len(assembly.stages) == 1:
+        return passes_of(assembly)
+    position_of = {stage.index: at for at, stages in enumerate(assembly.stages) for stage in stages}
+    positions = tuple(position_of[index] for index in range(len(position_of)))
+    return _steps(assembly.parts.pipeline, positions, assembly.micro_batches)
+
+
+@cache
+def _steps(pipeline: Any, positions: Sequence[int], count: int) -> Sequence[Sequence[Step]]:
+    """Passes and receives of each position. ``positions``: that of each stage."""
+    order = _passes(pipeline, max(positions) + 1, count)
+    return with_transfers(order, positions.__getitem__, len(positions))
 
 
 @cache

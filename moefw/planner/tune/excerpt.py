@@ -148,7 +148,7 @@ class _Position:
         outside = self._share(None)
         in_layers = [each for kind in self.kinds for each in shares[kind].work]
         border = [each for each in self.work if each.layer is not None and each.phase not in ENDS]
-        enter, leave = self.phases[None]
+        enter, *leave = self.phases[None]
         return End(
             outside=evolve(outside, work=tuple(_rest(outside.work, border, in_layers))),
             ends=tuple(each for each in self.work if each.phase in ENDS),
@@ -162,7 +162,7 @@ class _Position:
             layers=len(self.numbers),
             sent=self.sent,
             enter=enter,
-            leave=leave,
+            leave=tuple(leave),
         )
 
 
@@ -203,7 +203,7 @@ def _sum(work: Sequence[Work], what: str) -> int:
 
 
 def _phases(usage: Usage, stage: RecordedStage) -> Mapping[int | None, Sequence[PhaseBytes]]:
-    """Phases of a recorded stage by layer; None: the one before and the one behind the layers."""
+    """Phases of a recorded stage by layer; None: the one before the layers and those behind them."""
     found: dict[int | None, list[PhaseBytes]] = defaultdict(list)
     for number, (phase, layer) in enumerate(zip(stage.phases, stage.layers, strict=True)):
         forward, backward = stage.forward_of([number]), stage.backward_of([number])

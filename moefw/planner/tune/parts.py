@@ -51,8 +51,8 @@ class End:
     ``outside``: outside of layers, with regions of its own before and behind them. ``ends``: the work that ends a
     step, of parameters of ``held`` bytes. ``states`` and ``host``: bytes of the optimizer's states, on the device and
     in host memory. ``buffers``, ``batch`` (of a micro-batch), ``passing`` of an update, ``pools``, of ``layers``
-    layers, and ``sent``, the most to another stage: bytes. ``enter`` and ``leave``: the phases before and behind the
-    layers of its stage.
+    layers, and ``sent``, the most to another stage: bytes. ``enter``: the phase before the layers of its stage.
+    ``leave``: those behind them, with the norm in front of a head.
     """
 
     outside: Share
@@ -67,14 +67,16 @@ class End:
     layers: int
     sent: int
     enter: PhaseBytes
-    leave: PhaseBytes
+    leave: tuple[PhaseBytes, ...]
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> End:
         """End of plain data."""
         outside = Share.of_data(data["outside"])
-        phases = {name: PhaseBytes(**data[name]) for name in ("enter", "leave")}
-        return cls(**{**data, **phases, "outside": outside, "ends": tuple(map(work_of, data["ends"]))})
+        enter = PhaseBytes(**data["enter"])
+        leave = tuple(PhaseBytes(**phase) for phase in data["leave"])
+        ends = tuple(map(work_of, data["ends"]))
+        return cls(**{**data, "outside": outside, "ends": ends, "enter": enter, "leave": leave})
 
 
 @frozen(kw_only=True)

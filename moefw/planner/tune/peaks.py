@@ -13,6 +13,7 @@ from attrs import frozen
 from moefw.core.records import Entry
 from moefw.runtime.pipeline.merging import merged
 from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
+from moefw.runtime.pipeline.transfers import UNDER_WAY, Receive, Step
 
 
 @frozen(kw_only=True)
@@ -47,7 +48,9 @@ class StageBytes:
 
 @frozen
 class Most:
-    """Bytes at a moment: left by micro-batches in flight, of the passes that run, and of gradients not there yet."""
+    """Bytes at a moment: left by micro-batches in flight and on the way between stages, of the passes that run, and of
+    gradients not there yet.
+    """
 
     saved: int = 0
     passing: int = 0
@@ -59,8 +62,12 @@ class Most:
         return self.saved + self.passing - self.missing
 
 
-def most_at(entries: Sequence[Entry], stages: Mapping[int, StageBytes]) -> Most:
-    """Bytes of a position when they are most. ``entries``: its passes; ``stages``: its own, by index.
+def most_at(steps: Sequence[Step], stages: Mapping[int, StageBytes], *, sent: int) -> Most:
+    """Bytes of a position when they are most.
+
+    ``steps``: its passes, and the starts of what it receives. ``stages``: its own, by index. ``sent``: bytes from one
+    stage to the next, which are there from the start of receiving to the pass that takes them, and once more while they
+    are sent on.
 
     A pass has all gradients if earlier ones have left any, a backward if one of its own stage has. A backward without
     has those of the stages behind.
@@ -70,8 +77,15 @@ def most_at(entries: Sequence[Entry], stages: Mapping[int, StageBytes]) -> Most:
     gradients = sum(stage.gradients for stage in stages.values())
     known: dict[object, Sequence[int]] = {}
     most = Most()
-    for entry in entries:
+    received: set[tuple[str, int, int]] = set()
+    num_sends = 0
+    for entry in steps:
+        if isinstance(entry, Receive):
+            received.add((entry.kind, entry.stage, entry.micro_batch))
+            continue
+        received -= {("F" if action.kind == "F" else "B", action.stage, action.micro_batch) for action in entry.passes}
         held = sum(number * stages[stage].saved for stage, number in in_flight.items())
+        held += (len(received) + min(num_sends, UNDER_WAY)) * sent
         kinds = tuple((action.kind, action.stage) for action in entry.passes)
         if kinds not in known:
             known[kinds] = _needs(entry, stages)
@@ -83,6 +97,7 @@ def most_at(entries: Sequence[Entry], stages: Mapping[int, StageBytes]) -> Most:
                 missing = gradients - sum(stages[each].gradients for each in stages if each > action.stage)
             most = max(most, Most(held, passing, missing), key=lambda each: each.total)
         for action in entry.passes:
+            num_sends += action.kind != "W"
             in_flight[action.stage] += CHANGE_IN_FLIGHT[action.kind]
             if action.kind in ("B", "I"):
                 with_gradients.add(action.stage)
