@@ -82,6 +82,23 @@ def test_the_hubs_names_of_keys_and_the_librarys_mean_the_same(tmp_path: Path) -
     assert both[0]["attention"]["rope"]["theta"] == 5e4
 
 
+ON_THE_HUB: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss": {"experts_per_token": 2, "initial_context_length": 4096},
+    "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+    "minimax_m2": {
+        **{"shared_moe_mode": "sigmoid", "mlp_intermediate_size": 8192, "layernorm_mlp_beta": 1.0},
+        **{"layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0},
+    },
+}
+"""Keys that files on the hub have and ``transformers`` does not read: of gpt-oss, Qwen3-Coder-480B and MiniMax-M2."""
+
+
+@pytest.mark.parametrize("family", ON_THE_HUB)
+def test_keys_that_only_the_hub_has_change_nothing(family: str, tmp_path: Path) -> None:
+    plain = resolved(written(tmp_path, {"model_type": family, **TINY}))
+    assert resolved(written(tmp_path, {"model_type": family, **TINY, **ON_THE_HUB[family]})) == plain
+
+
 @pytest.mark.parametrize("below", range(5))
 def test_qwen2_windows_are_in_the_layers_where_transformers_has_them(below: int, tmp_path: Path) -> None:
     import transformers
@@ -134,7 +151,11 @@ def test_a_rope_that_is_not_supported_is_refused_by_name(kind: str, tmp_path: Pa
     [
         ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "num_experts 4 contradicts num_local_experts 8"),
         ("qwen3_moe", {"hidden_size": None}, "hidden_size is missing"),
-        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is not supported"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size 8 is not supported"),
+        ("qwen3_moe", {"qkv_bias": True}, "qkv_bias True is not supported. Supported: False."),
+        ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm False is not supported"),
+        ("gpt_oss", {"experts_per_token": 4}, "experts_per_token 4 contradicts num_experts_per_tok 2."),
+        ("minimax_m2", {"layernorm_mlp_beta": 3.5}, "layernorm_mlp_beta 3.5 is not supported"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported. Supported: 'sigmoid'."),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),

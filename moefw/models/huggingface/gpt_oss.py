@@ -23,6 +23,8 @@ def sections(keys: Keys) -> Sections:
     window = keys.take("sliding_window", default=128)
     limit = keys.take("swiglu_limit", default=7.0)
     alpha = keys.take("swiglu_alpha", default=1.702)
+    keys.take("num_experts_per_tok", "experts_per_token", default=None)  # the hub's files have both
+    keys.take("initial_context_length", default=None)  # RoPE has the trained length
     return {
         "model": model
         | {

@@ -18,6 +18,10 @@ def sections(keys: Keys) -> Sections:
     eps = keys.take("rms_norm_eps", default=1e-6)
     keys.only("router_jitter_noise", 0, 0.0, default=0.0)
     keys.only("shared_intermediate_size", 0, default=0)
+    keys.take("shared_moe_mode", default=None)  # there is no shared expert
+    keys.take("mlp_intermediate_size", default=None)  # nor a dense layer
+    for scale in ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"):
+        keys.only(scale, 1, 1.0, default=1.0)
     keys.only("attention_bias", False, default=False)
     keys.only("use_qk_norm", True, default=True)
     keys.only("qk_norm_type", "per_layer", default="per_layer")

@@ -13,6 +13,10 @@ def sections(keys: Keys) -> Sections:
     bias = keys.take("attention_bias", default=False)
     window = keys.take("sliding_window", default=4096)
     keys.take("max_window_layers", default=None)
+    # The hub's files of Qwen3-Coder have these; ``transformers`` reads none of them.
+    keys.only("qkv_bias", bias, default=bias)
+    keys.only("use_qk_norm", True, default=True)
+    keys.only("shared_expert_intermediate_size", 0, default=0)
     return {
         "model": model
         | {

@@ -53,7 +53,7 @@ def _why(search: Search, candidate: Candidate, best: Candidate) -> str:
     error = error_percent(candidate, best) / 100
     speed = f"{100 * abs(ratio):.0f} ± {100 * error:.0f} % {'slower' if ratio > 0 else 'faster'}"
     if not candidate.fits:
-        missing = f"misses by {candidate.missing_bytes / GIB:.1f} GiB on position {candidate.position}"
+        missing = f"misses by {candidate.missing_bytes / GIB:.1f} GiB at position {candidate.position + 1} on pp"
         return f"{what} would be {speed} and {missing}: {_remedy(search, candidate, best)}"
     if abs(ratio) <= error:
         left = (candidate.left_bytes or 0) - (best.left_bytes or 0)
@@ -98,7 +98,7 @@ def impossible(search: Search) -> PlanError:
     nearest = measured[0]
     what = (
         f"none of {len(known)} candidates fits a GPU of {search.where.name}; the nearest misses by "
-        f"{nearest.missing_bytes / GIB:.1f} GiB on position {nearest.position}: {nearest.label}."
+        f"{nearest.missing_bytes / GIB:.1f} GiB at position {nearest.position + 1} on pp: {nearest.label}."
     )
     return PlanError([Problem(what, _on_more(search, measured[:NEAREST])), *problems])
 
