@@ -167,6 +167,24 @@ def test_a_change_that_a_spec_has_made_or_has_no_key_for_is_none() -> None:
     assert overrides((Change(key="parallel.dense.tp", times=0.5),), assembled("plain", "9.0")) is None
 
 
+@pytest.mark.parametrize(
+    ("given", "key", "never"),
+    [
+        ({"precision": {"use": "mxfp8", "backend": "emulate"}}, "precision", "fp8"),
+        ({"dispatch": {"use": "hybridep", "backend": "torch"}}, "dispatch", "ep"),
+        ({"pipeline": {"use": "dualpipe-v", "merged": True}, "parallel": {"pp": 2}}, "pipeline", "interleaved"),
+        ({"parallel": {"dense": {"shard": "all", "zero": 1}}}, "parallel.dense.zero", "2"),
+    ],
+    ids=["precision", "dispatch", "pipeline", "zero"],
+)
+def test_nothing_is_advised_that_is_no_better_than_what_a_spec_has(given: dict[str, Any], key: str, never: str) -> None:
+    machine = Machine(device="cuda", num_devices=8, capability="9.0")
+    assembly = assemble_tree({**SPEC, **given}, Marks("spec"), defaults=defaults(), world=8, machine=machine)
+    asked = [overrides(way, assembly) or () for option in options() for way in option.ways]
+    of_key = [override for each in asked for override in each if override.startswith(f"{key}=")]
+    assert not [override for override in of_key if never in override]
+
+
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 

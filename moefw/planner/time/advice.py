@@ -31,11 +31,15 @@ ON_A_GPU: Final = "run.device=cuda"
 
 @frozen(kw_only=True)
 class Change:
-    """A change of the spec's ``key``: to a ``value`` in YAML or, without one, to ``times`` the number that it has."""
+    """A change of the spec's ``key``: to a ``value`` in YAML or, without one, to ``times`` the number that it has.
+
+    ``now``: values in YAML of which the spec has one, be it with more options; empty: it may have any.
+    """
 
     key: str
     value: str | None = None
     times: float = 1.0
+    now: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -155,7 +159,7 @@ def _all_fits(plan: Ledger, cluster: Cluster) -> bool:
 
 
 def overrides(changes: Sequence[Change], assembly: Assembly) -> tuple[str, ...] | None:
-    """Override of each change; None if the spec has made one of them already, or lacks its key."""
+    """Override of each change; None if the spec has made one of them already, or has what is better, or lacks its key."""
     spec = assembly.resolved()
     sizes = assembly.layout.sizes
     tokens = assembly.spec.train.micro_batch * assembly.spec.train.seq_len
@@ -170,16 +174,23 @@ def overrides(changes: Sequence[Change], assembly: Assembly) -> tuple[str, ...] 
 
 
 def _value(change: Change, spec: Mapping[str, Any], known: Mapping[str, str]) -> str | None:
-    """Value of a change, in YAML; None if the spec has it already, or has no such key or number."""
+    """Value of a change, in YAML; None if the spec has it already, or what is better, or has no such key or number."""
     try:
         now = _at(spec, change.key)
     except LookupError:
         return None
+    if change.now and not any(_has(now, _parsed(change.key, value)) for value in change.now):
+        return None
     if change.value is None:
         return _multiplied(now, change.times)
     value = Template(change.value).substitute(known)
-    wanted = read_yaml(f"value: {value}", Marks(change.key), [])["value"]
+    wanted = _parsed(change.key, value)
     return None if wanted is None or _has(now, wanted) else value
+
+
+def _parsed(key: str, value: str) -> Any:
+    """Value of a key, given in YAML."""
+    return read_yaml(f"value: {value}", Marks(key), [])["value"]
 
 
 def _at(spec: Any, key: str) -> Any:
