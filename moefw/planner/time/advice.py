@@ -159,7 +159,7 @@ def _all_fits(plan: Ledger, cluster: Cluster) -> bool:
 
 
 def overrides(changes: Sequence[Change], assembly: Assembly) -> tuple[str, ...] | None:
-    """Override of each change; None if the spec has made one of them already, or has what is better, or lacks its key."""
+    """Override of each change; None if the spec has made one of them already, has what is better, or lacks its key."""
     spec = assembly.resolved()
     sizes = assembly.layout.sizes
     tokens = assembly.spec.train.micro_batch * assembly.spec.train.seq_len
