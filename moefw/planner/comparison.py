@@ -10,7 +10,7 @@ from attrs import frozen
 
 from moefw.compose.spec.leaves import differences
 from moefw.planner.prediction import Prediction
-from moefw.planner.report import Ledger
+from moefw.planner.report import Ledger, model_flops
 from moefw.planner.sheets import GIB, ONCE, PHASES, TERA, Sheet, memory_by_category, on_cluster_in_words, size, unit_of
 from moefw.planner.time import likeness
 
@@ -94,7 +94,9 @@ class Comparison:
 
     def _work(self) -> Sheet:
         a, b = (work_of_step(each.plan) for each in self.predictions)
-        return Sheet("work", ("work of a rank in a step", "A", "B", "B - A"), _rows(_of_both(a, b), a, b))
+        return Sheet(
+            "work", ("work of a rank that has most, in a step", "A", "B", "B - A"), _rows(_of_both(a, b), a, b)
+        )
 
     def _seconds(self) -> Sheet:
         a, b = (_seconds_of(each) for each in self.predictions)
@@ -103,10 +105,15 @@ class Comparison:
 
 
 def work_of_step(plan: Ledger) -> dict[str, float]:
-    """Work of a rank in a step: operations by pass, bytes that other operators read and write, bytes sent by link."""
+    """Work of a step, of a rank that has most: operations by pass, bytes that other operators read and write, bytes
+    sent by link.
+
+    It may be at another position on pp than the one that needs most memory, which differs between plans for reasons
+    that have nothing to do with work.
+    """
     sums = {f"products of {PHASES[phase]}, TFLOP": 0.0 for phase in PASSES}
     sums |= dict.fromkeys(("read and written, GiB", "sent inside the node, GiB", "sent between nodes, GiB"), 0.0)
-    for work in plan.work:
+    for work in max((position.work for position in plan.positions), key=model_flops, default=plan.work):
         times = work.layers * (1 if work.phase in ONCE else plan.micro_batches)
         if work.phase in PASSES:
             name = f"products of {PHASES[work.phase]}, TFLOP"

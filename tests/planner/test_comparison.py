@@ -47,7 +47,7 @@ def test_two_specs_are_compared_without_a_cluster_and_overrides_are_of_both(tmp_
     assert ["gemm.use", "grouped", "loop"] in lines
     assert not any(line[:1] == ["train.micro_batch"] for line in lines)
     assert "memory of a rank" in shown
-    assert "work of a rank in a step" in shown
+    assert "work of a rank that has most, in a step" in shown
     assert "seconds" not in shown
 
 
@@ -56,6 +56,24 @@ def test_a_spec_beside_itself_differs_in_nothing_and_neither_is_faster(tmp_path:
     shown = say("plan", spec, "--cluster", "h100", "--compare", spec).out
     assert "the specs are the same, but for run.dir" in shown
     assert "which of both is faster is not known" in shown
+
+
+def test_work_is_compared_at_the_positions_that_have_most_wherever_memory_peaks(tmp_path: Path) -> None:
+    """The peak of GPipe is at the last position, which has the head, and that of 1F1B at the first."""
+    spec = tmp_path / "spec.yaml"
+    tree = {
+        "model": {"preset": "qwen3-moe-tiny", "num_layers": 4, "vocab_size": 512},
+        "precision": {"use": "bf16"},
+        "parallel": {"pp": 2},
+        "train": {"micro_batch": 4, "tokens_per_step": 8192, "seq_len": 128},
+    }
+    spec.write_text(json.dumps(tree))
+    gpipe, other = "pipeline={use: gpipe}", "pipeline={use: 1f1b}"
+    plans = [json.loads(say("plan", spec, "--world", "2", asked, "--json").out) for asked in (gpipe, other)]
+    assert [plan["position"] for plan in plans] == [1, 0]
+    shown = say("plan", spec, "--world", "2", gpipe, "--compare", other).out
+    (row,) = (line.split() for line in shown.splitlines() if line.startswith("products of forward"))
+    assert row[-1] == "0"
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
