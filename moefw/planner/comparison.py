@@ -109,10 +109,11 @@ def work_of_step(plan: Ledger) -> dict[str, float]:
     sent by link.
 
     It may be at another position on pp than the one that needs most memory, which differs between plans for reasons
-    that have nothing to do with work.
+    that have nothing to do with work. Where all ranks count as one node, links are not told apart.
     """
     sums = {f"products of {PHASES[phase]}, TFLOP": 0.0 for phase in PASSES}
-    sums |= dict.fromkeys(("read and written, GiB", "sent inside the node, GiB", "sent between nodes, GiB"), 0.0)
+    inside = "sent, GiB" if plan.in_one_node else "sent inside the node, GiB"
+    sums |= dict.fromkeys(("read and written, GiB", inside, "sent between nodes, GiB"), 0.0)
     for work in max((position.work for position in plan.positions), key=model_flops, default=plan.work):
         times = work.layers * (1 if work.phase in ONCE else plan.micro_batches)
         if work.phase in PASSES:
@@ -120,7 +121,7 @@ def work_of_step(plan: Ledger) -> dict[str, float]:
             sums[name] += times * sum(product.flops for product in work.products) / TERA
         sums["read and written, GiB"] += times * work.nbytes / GIB
         for transfer in work.transfers:
-            sums["sent inside the node, GiB"] += times * transfer.times * transfer.node / GIB
+            sums[inside] += times * transfer.times * transfer.node / GIB
             sums["sent between nodes, GiB"] += times * transfer.times * transfer.network / GIB
     return {name: value for name, value in sums.items() if value}
 

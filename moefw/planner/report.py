@@ -262,6 +262,11 @@ class Ledger:
         return f"{who} at position {self.position + 1} of {self.stages} on pp (passes in flight: {self.in_flight})"
 
     @property
+    def in_one_node(self) -> bool:
+        """Whether transfers are counted as if all ranks were in one node, be it for want of ``ranks_per_node``."""
+        return self.ranks_per_node in (None, self.world)
+
+    @property
     def totals(self) -> dict[str, int]:
         """The sum of all regions by column."""
         return {column: sum(getattr(row, column) for row in self.regions) for column in COLUMNS}

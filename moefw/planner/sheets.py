@@ -147,7 +147,10 @@ def positions(plan: Ledger) -> Sheet:
 
 
 def sent(plan: Ledger) -> Sheet:
-    """Bytes that a rank sends in a micro-batch and at the end of a step, by group and collective."""
+    """Bytes that a rank sends in a micro-batch and at the end of a step, by group and collective.
+
+    All are in one column where all ranks count as one node, as they do without ``ranks_per_node``.
+    """
     links: dict[tuple[str, str, str], Counter[str]] = {}
     for work in plan.work:
         for transfer in work.transfers:
@@ -159,12 +162,15 @@ def sent(plan: Ledger) -> Sheet:
             elif work.phase == "recompute":
                 kind = f"{kind}, {EXPOSED}"
             links.setdefault((transfer.group, str(transfer.ranks), kind), Counter()).update(counts)
-    rows = [
+    head: tuple[str, ...] = ("sent in a micro-batch over", "ranks", "as", "number")
+    if plan.in_one_node:
+        rows = [(*key, str(sums["times"]), f"{sums['node'] / MIB:.2f}") for key, sums in links.items()]
+        return Sheet("sent", (*head, "MiB"), rows)
+    rows_by_link = [
         (*key, str(sums["times"]), f"{sums['node'] / MIB:.2f}", f"{sums['network'] / MIB:.2f}")
         for key, sums in links.items()
     ]
-    head = ("sent in a micro-batch over", "ranks", "as", "number", "inside the node, MiB", "between nodes, MiB")
-    return Sheet("sent", head, rows)
+    return Sheet("sent", (*head, "inside the node, MiB", "between nodes, MiB"), rows_by_link)
 
 
 def time_of_step(time: Forecast) -> Sheet:

@@ -103,8 +103,9 @@ def test_bytes_are_told_by_group_and_link() -> None:
 
 def test_plan_shows_the_work_by_pass_and_the_bytes_by_group() -> None:
     shown = CliRunner().invoke(plan, [str(QUICKSTART), "memory=[{use: recompute, regions: [attn_norm]}]"]).output
-    for words in ("products, TFLOP", "\nforward ", "\nrecompute ", "\nbackward ", "\ndp or ep  ", "between nodes, MiB"):
+    for words in ("products, TFLOP", "\nforward ", "\nrecompute ", "\nbackward ", "\ndp or ep  ", "number  MiB"):
         assert words in shown, words
+    assert "nodes, MiB" not in shown  # all ranks count as one node
     product = Product("mm", "bfloat16", (4, 3, 2), 1, "fprop", 5)
     assert product.flops == 2 * 4 * 3 * 2 * 5
 
