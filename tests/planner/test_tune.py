@@ -332,6 +332,32 @@ def test_where_nothing_fits_all_is_said_with_the_nearest_that_fits() -> None:
     assert len(others) == len({problem for each in search.known.values() for problem in each.problems})
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {PP: 4, **SHARDED}, {PP: 1, EP: 8, ("parallel", "experts", "shard"): 2}, {EP: 2, **MERGED, **ZERO_1}],
+    ids=["pp", "sharded", "sharded by two", "zero 1"],
+)
+def test_parameters_of_a_model_are_counted_once_in_any_layout(settings: Settings) -> None:
+    search = search_of()
+    every = {**search.space.own, **settings}
+    assembly = search.resolve(every, WORLD)
+    measured = search.excerpts.of(every, assembly)
+    alone = ledger(search.resolve({**search.space.own, PP: 1, EP: 1}, 1))
+    assert Composer.of(assembly, measured.excerpt, measured.kinds).parameter_bytes() == alone.held.parameters
+
+
+def test_a_search_ends_at_once_where_not_even_parameters_and_gradients_fit() -> None:
+    search = search_of(("schedule", "layout"), gib=0.001)
+    search.run(6, seed=0)
+    assert search.counts["candidates"] == 1
+    (problem,) = impossible(search).problems
+    assert f"of each of {WORLD} GPUs at least" in problem.what
+    (more,) = [int(word) for word in problem.fix.split() if word.isdigit()]
+    roomier = search_of(("schedule", "layout"), gib=0.001 * (more + 1) / WORLD)
+    roomier.look(roomier.space.own)
+    assert not roomier.is_hopeless
+
+
 def test_the_written_spec_is_what_check_accepts(tmp_path: Path) -> None:
     spec, best = tmp_path / "spec.yaml", tmp_path / "best.yaml"
     spec.write_text(json.dumps(TREE))

@@ -83,6 +83,19 @@ class Composer:
         _, worst_ledger = max(found, key=lambda each: each[1].peak_bytes or 0)
         return evolve(worst_ledger, positions=composed)
 
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters of the model, those that several ranks hold counted once."""
+        layout = self.assembly.layout
+        ranks_at_each = layout.world // len(self.assembly.stages)
+        total = 0
+        for stages in self.assembly.stages:
+            for times, share in self._shares(stages):
+                for side, nbytes in share.parameters.items():
+                    copies = self.copies[side]
+                    pieces = min(copies.shards, copies.measured)
+                    total += times * nbytes * pieces * ranks_at_each // copies.number
+        return total
+
     def _of_positions(self, alike: Sequence[int], steps: Sequence[Sequence[Step]]) -> tuple[Position, Ledger]:
         """Positions with stages alike, and the ledger of the one that needs most."""
         assembly = self.assembly

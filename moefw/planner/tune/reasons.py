@@ -96,6 +96,14 @@ def impossible(search: Search) -> PlanError:
     if not measured:
         return PlanError([Problem("no candidate is possible.", "Change what is said below."), *problems])
     nearest = measured[0]
+    if search.is_hopeless:
+        needed = -(-search.least_bytes * search.where.world // search.where.cluster.memory_bytes)
+        what = (
+            f"parameters and gradients take {search.least_bytes / GIB:.1f} GiB of each of {search.where.world} GPUs at "
+            f"least, if each holds a part of all, and a GPU of {search.where.name} has "
+            f"{search.where.cluster.memory_bytes / GIB:.1f}."
+        )
+        return PlanError([Problem(what, f"Use more than {needed} GPUs, GPUs with more memory, or a smaller model.")])
     what = (
         f"none of {len(known)} candidates fits a GPU of {search.where.name}; the nearest misses by "
         f"{nearest.missing_bytes / GIB:.1f} GiB at position {nearest.position + 1} on pp: {nearest.label}."

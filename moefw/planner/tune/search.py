@@ -59,6 +59,8 @@ class Search:
     excerpts: Excerpts
     said: Callable[[Candidate], None] = lambda _: None
     known: dict[str, Candidate] = field(factory=dict)
+    least_bytes: int = 0
+    """What no candidate holds less of on its fullest GPU, once one is known: see :func:`_least_bytes`."""
     _scheduled: dict[str, Settings] = field(factory=dict)
     """Settings with a schedule that goes with their pp, by the key of those without."""
     _assemblies: dict[str, Assembly | Candidate] = field(factory=dict)
@@ -84,6 +86,8 @@ class Search:
                     heapq.heappush(heap, (self._weight(candidate), len(self.known), key, True))
 
         look(own)
+        if self.is_hopeless:
+            return
         for settings in others[: count // STARTS]:
             look(self._with_schedule(settings, self.space.own))
         while heap and len(self.known) < count:
@@ -94,6 +98,11 @@ class Search:
                 look(settings)
             if is_first:
                 heapq.heappush(heap, (weight * LATER, number, key, False))
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether no candidate can fit, whatever is measured."""
+        return self.least_bytes > self.where.cluster.memory_bytes
 
     def _steps(self, candidate: Candidate) -> Iterator[tuple[AnyAxis, Settings]]:
         """Yield steps that may be faster: policies only make what does not fit, and leaving them out what does."""
@@ -190,7 +199,9 @@ class Search:
             return self._refused(settings, error)
         if measured.excerpt.unknown:
             return Candidate(settings=settings, label=label, problems=(measured.excerpt.unknown,))
-        ledger = Composer.of(assembly, measured.excerpt, measured.kinds).ledger()
+        composer = Composer.of(assembly, measured.excerpt, measured.kinds)
+        self.least_bytes = self.least_bytes or _least_bytes(assembly, composer.parameter_bytes())
+        ledger = composer.ledger()
         lacking = lacks(self.where.cluster, ledger, self.where.runs)
         if lacking:
             problem = f"the cluster {self.where.name} has no {', '.join(lacking)}, which time needs."
@@ -258,6 +269,16 @@ class Search:
             if self.where.world % product:
                 return False
         return True
+
+
+def _least_bytes(assembly: Assembly, parameter_bytes: int) -> int:
+    """Bytes that the fullest rank holds at least in any layout: its part of the parameters and of their gradients.
+
+    No layout shares them more evenly than over all ranks. Parameters are in fp32; gradients have two bytes each at
+    least, where all parameters train. Policies may keep the states of the optimizer in host memory.
+    """
+    least = parameter_bytes if assembly.frozen else parameter_bytes * 3 // 2
+    return least // assembly.layout.world
 
 
 def _chunks(settings: Settings) -> int:
