@@ -31,7 +31,7 @@ from moefw.planner.time.likeness import Inputs, error_of_ratio, held_out
 from moefw.planner.time.software import Software
 from moefw.planner.tune.candidates import OUTCOMES, Candidate
 from moefw.planner.tune.compose import Composer
-from moefw.planner.tune.excerpts import Excerpts
+from moefw.planner.tune.excerpts import Excerpts, _stages
 from moefw.planner.tune.ranking import percent_below_ties, tied
 from moefw.planner.tune.reasons import impossible, reasons
 from moefw.planner.tune.search import Search, Where
@@ -186,6 +186,22 @@ def test_the_same_seed_gives_the_same_and_the_cache_saves_the_measuring(tmp_path
     assert first.excerpts.measured == again.excerpts.from_cache > 0
     assert again.excerpts.measured == 0
     assert [each.step_s for each in first.candidates] == [each.step_s for each in again.candidates]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "chosen"),
+    [
+        ("dddmmmmmm", range(6)),  # both kinds have neighbours like themselves
+        ("dmmmmm", range(4)),
+        ("abababab", range(6)),  # a row of blocks of two
+        ("mmmmd", range(3)),  # the last layer is measured anyway
+        ("dm", range(1)),
+    ],
+)
+def test_layers_that_gather_ahead_are_measured_between_layers_like_themselves(kinds: str, chosen: range) -> None:
+    (first,), (last,) = _stages(kinds, has_neighbours=True)
+    assert first.layers == chosen
+    assert last.layers == range(len(kinds) - 1, len(kinds))
 
 
 def test_an_excerpt_from_the_cache_is_that_of_a_candidate_with_another_pp(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import lcm
 from pathlib import Path
 from typing import Any, Final
@@ -165,7 +165,7 @@ def _stages(kinds: Sequence[str], *, has_neighbours: bool) -> Stages:
     """
     count = len(kinds)
     last = range(count - 1, count)
-    choose = _row_and_others if has_neighbours else _fewest
+    choose = _rows_and_others if has_neighbours else _fewest
     return ((Stage(0, 2, choose(kinds[:-1], known=kinds[-1:])),), (Stage(1, 2, last),))
 
 
@@ -177,20 +177,26 @@ def _fewest(kinds: Sequence[str], known: Sequence[str]) -> range:
     return next((row for row in rows if needed <= {*kinds[row.start : row.stop]}), range(0))
 
 
-def _row_and_others(kinds: Sequence[str], known: Sequence[str]) -> range:
-    """Layers that have each kind but ``known`` ones, and a row of equal blocks if there is one."""
-    count = len(kinds)
-    rows = (
-        range(first, first + ROW * length)
-        for length in range(1, LONGEST + 1)
-        for first in range(count - ROW * length + 1)
-        if kinds[first : first + (ROW - 1) * length] == kinds[first + length : first + ROW * length]
-    )
-    row = next(rows, range(min(count, 1)))
-    begin, end = row.start, row.stop
+def _rows_and_others(kinds: Sequence[str], known: Sequence[str]) -> range:
+    """Layers that have each kind in a row of equal blocks, if there is one, and each other kind but ``known`` ones."""
+    chosen = range(0)
     for kind in dict.fromkeys(kinds):
-        if kind in kinds[begin:end] or kind in known:
-            continue
-        nearest = min((at for at, own in enumerate(kinds) if own == kind), key=lambda at: abs(at - begin))
-        begin, end = min(begin, nearest), max(end, nearest + 1)
-    return range(begin, end)
+        rows = [row for row in _rows(kinds) if kind in kinds[row.start : row.stop]]
+        if not rows and kind not in known:
+            rows = [range(at, at + 1) for at, own in enumerate(kinds) if own == kind]
+        if rows:
+            chosen = min((_spanned(chosen, row) for row in rows), key=len)
+    return chosen or range(min(len(kinds), 1))
+
+
+def _rows(kinds: Sequence[str]) -> Iterator[range]:
+    """Yield rows of equal blocks, those of short ones first."""
+    for length in range(1, LONGEST + 1):
+        for first in range(len(kinds) - ROW * length + 1):
+            if kinds[first : first + (ROW - 1) * length] == kinds[first + length : first + ROW * length]:
+                yield range(first, first + ROW * length)
+
+
+def _spanned(one: range, other: range) -> range:
+    """Fewest numbers in a row with all of both ranges."""
+    return range(min(one.start, other.start), max(one.stop, other.stop)) if one else other
