@@ -24,6 +24,7 @@ class Fact:
     ``asks`` is the wording of a need in an error, ``rule`` how offers meet needs. ``offered_by`` names the sections of
     a spec that may offer the fact; the machine needs no entry. With ``itemised``, an offer lists items, each identified
     by its first element. ``silence`` is the offer of a part in these sections that states none; None: no offer.
+    ``values`` are all that an offer may list; None: parts may agree on others.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Fact:
     offered_by: tuple[str, ...] = ()
     itemised: bool = False
     silence: Any = None
+    values: tuple[str, ...] | None = None
 
 
 @frozen
@@ -67,22 +69,35 @@ FACTS: Final[Mapping[str, Fact]] = {
     fact.name: fact
     for fact in (
         Fact("row_alignment", "rows aligned to {}", "multiple", ("dispatch",)),
-        Fact("rows", "{} rows", "one of", ("dispatch",)),
+        Fact("rows", "{} rows", "one of", ("dispatch",), values=("ragged", "padded", "static")),
         Fact("repeats", "rows in the same order each time", "all", ("dispatch",), silence=True),
         Fact("budget", "a budget of rows that a second run lifts", "some at least", ("dispatch",)),
         Fact("operand", "{} operands", "one of", ("precision",)),
         Fact("wire", "{} rows on the wire", "one of", ("precision",)),
-        Fact("counts", "counts on the {}", "one of", ("dispatch",)),
+        Fact("counts", "counts on the {}", "one of", ("dispatch",), values=("host", "device")),
         Fact("axis", "axis {}", "some", ("parallel",), itemised=True),
         Fact("axis_divides", "a size of axis {} that divides {}", "some dividing", ("parallel",), itemised=True),
         Fact("split", "a model that is split along {}", "some", ("model",), itemised=True),
         Fact("core", "attention around the core {}", "one of", ("attention",)),
         Fact("heads", "attention heads that {} ranks share evenly", "multiple", ("attention",)),
-        Fact("logits", "attention logits in proportion to {}", "one of", ("attention",), silence=("unsaid",)),
+        Fact(
+            "logits",
+            "attention logits in proportion to {}",
+            "one of",
+            ("attention",),
+            silence=("unsaid",),
+            values=("weights", "norms", "clip", "unsaid"),
+        ),
         Fact("token_ids", "{} token ids", "some at least", ("model",), silence=ANY),
-        Fact("partition", "routing that looks at one {}", "one of", ("routing",)),
+        Fact(
+            "partition",
+            "routing that looks at one {}",
+            "one of",
+            ("routing",),
+            values=("token", "sequence", "micro_batch", "global_batch", "rank"),
+        ),
         Fact("region", "region {} to allow {}", "some", ("model", "attention", "gemm", "optimizer"), itemised=True),
-        Fact("update", "an update that is {}", "one of", ("optimizer",)),
+        Fact("update", "an update that is {}", "one of", ("optimizer",), values=("elementwise",)),
         Fact("by_pass", "operands quantized for each pass", "all", ("model", "attention", "gemm"), silence=False),
         Fact("named_products", "GEMMs with recipes of their own", "all", ("model", "attention", "gemm"), silence=False),
         Fact("adapter", "an adapter of {}", "some like", ("model", "attention", "gemm"), itemised=True, silence=()),
@@ -96,6 +111,7 @@ FACTS: Final[Mapping[str, Fact]] = {
             "one of",
             ("model", "attention", "context_parallel", "routing", "dispatch", "gemm", "precision", "memory"),
             silence=("never",),
+            values=("alone", "shared", "never"),
         ),
         Fact("device", "device {}", "one of"),
         Fact("capability", "compute capability {}", "one of"),
