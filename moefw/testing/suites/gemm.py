@@ -56,6 +56,8 @@ SUMMED = 1e-5
 """Largest error of a sum over micro-batches in fp32."""
 TILES = (31, 32, 33, 64, 128, 300)
 """Numbers of rows around and at multiples of a kernel's tile, and of more than two of the largest tiles."""
+MANY_ROWS = (300, 0, 1, 70)
+"""Numbers of rows of the experts of a large layer: many, none, one, and more than a tile."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -68,8 +70,9 @@ class Bench:
     precision: str
     layer_case: LayerCase
 
-    def inputs(self, case: GemmCase, dim: int) -> tuple[ExpertBatch, Tensor]:
+    def inputs(self, case: GemmCase) -> tuple[ExpertBatch, Tensor]:
         """Rows, and the gradient of the output."""
+        dim = self.layer_case.dim
         dtype = DTYPES.get(self.precision, torch.float32)
         return case.batch(dim, dtype, alignment=self.alignment), case.probe(dim, dtype, alignment=self.alignment)
 
@@ -79,15 +82,19 @@ class GemmSuite(ReplayChecks):
 
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 4, "top_k": 2, "dim": 16, "expert_dim": 32}
     """Sizes of the layer."""
+    large: ClassVar[Mapping[str, int]] = {"num_experts": 4, "top_k": 2, "dim": 304, "expert_dim": 200}
+    """Sizes of a layer whose sums and results take several tiles of a kernel, the last of them in part."""
     rtol: ClassVar[Mapping[str, float]] = {"fp32": 1e-5, "bf16": 4e-2}
     """Precision recipes to try, each with the largest error allowed, as a share of a tensor's largest value."""
     policies: ClassVar[Mapping[str, str]] = {"keep": "keep", "recompute": "recompute", "offload": "offload"}
     """A memory policy to try for each mechanism of a region."""
 
-    def on(self, precision: str = "", formula: Formula = PLAIN, **parts: Any) -> LayerCase:
-        """Layer case with a precision recipe (the first that fits), a formula and other parts."""
+    def on(
+        self, precision: str = "", formula: Formula = PLAIN, *, sizes: Mapping[str, int] | None = None, **parts: Any
+    ) -> LayerCase:
+        """Layer case with a precision recipe (the first that fits), a formula and other parts; ``sizes`` or ``dims``."""
         precision = precision or self._precisions()[0]
-        return self.layer_case(parts={"precision": {"use": precision}, **parts}, **self.dims, **formula)
+        return self.layer_case(parts={"precision": {"use": precision}, **parts}, **(sizes or self.dims), **formula)
 
     def _formulas(self) -> list[Formula]:
         """Formulas of experts to try: the plain one, and the one with all that the GEMM offers."""
@@ -107,10 +114,12 @@ class GemmSuite(ReplayChecks):
         assert fitting, f"{self.plugin.name} fits none of the precisions {', '.join(self.rtol)}."
         return fitting
 
-    def bench(self, precision: str = "", formula: Formula = PLAIN, **parts: Any) -> Bench:
+    def bench(
+        self, precision: str = "", formula: Formula = PLAIN, *, sizes: Mapping[str, int] | None = None, **parts: Any
+    ) -> Bench:
         """Experts of a layer with a precision recipe (the first that fits), a formula and other parts."""
         precision = precision or self._precisions()[0]
-        layer_case = self.on(precision, formula, **parts)
+        layer_case = self.on(precision, formula, sizes=sizes, **parts)
         experts, assembly = experts_of(layer_case)
         assert isinstance(experts, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
         assert isinstance(experts, ExpertGemm), f"{self.plugin.name} builds something that is no moefw.ExpertGemm."
@@ -141,6 +150,22 @@ class GemmSuite(ReplayChecks):
             for first in (0, len(TILES) // 2, len(TILES) - 1):
                 counts = tuple(TILES[(first + expert) % len(TILES)] for expert in range(experts))
                 self._check(bench, GemmCase(counts=counts), f"The groups have {', '.join(map(str, counts))} rows.")
+
+    def test_large_products_are_those_of_the_dense_formula(self) -> None:
+        """Sums over more columns than a tile has, where an expert has many rows, and another one none."""
+        self._take_large()
+        counts = tuple(itertools.islice(itertools.cycle(MANY_ROWS), self.large["num_experts"]))
+        says = f"The experts map {self.large['dim']} columns to {self.large['expert_dim']}, and back."
+        for precision, formula in itertools.product(self._precisions(), self._formulas()):
+            self._check(self.bench(precision, formula, sizes=self.large), GemmCase(counts=counts), says)
+
+    def _take_large(self) -> None:
+        """Assert that the GEMM takes the large layer."""
+        try:
+            self.on(sizes=self.large).assemble()
+        except PlanError as error:
+            what = f"{self.plugin.name} is refused with the sizes of a large layer, {dict(self.large)}: {error}"
+            raise AssertionError(f"{what} Set `large` of the suite to sizes that fit, of several tiles.") from error
 
     def test_padding_gives_zero_and_changes_nothing(self) -> None:
         """Rows that pad a group give zero, even where memory holds NaN, and shift no other row."""
@@ -191,7 +216,7 @@ class GemmSuite(ReplayChecks):
             parts = self.pool.run(computed_on_this_rank, 2, layer_case, case)
             summed = {key: sum(part[key].double() for part in parts) for key in parts[0]}
             bench = self.bench(formula=formula)
-            batch, probe = bench.inputs(case, layer_case.dim)
+            batch, probe = bench.inputs(case)
             expected = dense(
                 parameters_of(bench.experts), case, batch, probe, bench.alignment, bench.layer_case.activation.clamp
             )
@@ -210,12 +235,13 @@ class GemmSuite(ReplayChecks):
         """
         offered = self.promised("adapter", **self.dims)
         case = GemmCase(counts=self._counts(2), seed=2)
-        for precision in self._precisions():
-            part = adapted_part(self._with_adapters(precision), "gemm")
+        for precision, sizes in itertools.product(self._precisions(), (self.dims, self.large)):
+            layer_case = self._with_adapters(precision, sizes)
+            part = adapted_part(layer_case, "gemm")
             problem = part.problem(offered)
             assert not problem, f"{self.plugin.name} {problem}"
-            batch, probe = self._adapted_bench(precision, part).inputs(case, self.dims["dim"])
-            self._compare_merged(precision, part, case, computed(part.module, batch, probe), "")
+            bench = Bench(part.module, part.row_alignment, precision, layer_case)
+            self._compare_merged(bench, part, case, computed(part.module, *bench.inputs(case)), "")
 
     def test_parts_of_experts_with_adapters_add_up_to_the_whole(self) -> None:
         """With experts split over two ranks (ep 2), or each in two parts (etp 2), adapters are those of the parts."""
@@ -233,31 +259,28 @@ class GemmSuite(ReplayChecks):
             case = GemmCase(counts=self._counts(2), seed=2)
             parts = self.pool.run(computed_on_this_rank, 2, layer_case, case)
             summed = {key: torch.stack([part[key].double() for part in parts]).sum(0) for key in parts[0]}
-            whole = adapted_part(self._with_adapters(precision), "gemm")
-            self._compare_merged(precision, whole, case, summed, ", experts in two parts added up")
+            whole_case = self._with_adapters(precision, self.dims)
+            whole = adapted_part(whole_case, "gemm")
+            bench = Bench(whole.module, whole.row_alignment, precision, whole_case)
+            self._compare_merged(bench, whole, case, summed, ", experts in two parts added up")
 
-    def _with_adapters(self, precision: str) -> LayerCase:
+    def _with_adapters(self, precision: str, sizes: Mapping[str, int]) -> LayerCase:
         """Layer case with adapters of all weights that the GEMM offers, and with its most complete formula."""
         offered = self.offers(**self.dims)["adapter"]
-        return self.on(precision, self._formulas()[-1], adapter=adapters_of(offered))
+        return self.on(precision, self._formulas()[-1], sizes=sizes, adapter=adapters_of(offered))
 
-    def _adapted_bench(self, precision: str, part: AdaptedPart) -> Bench:
-        """Bench of experts with adapters."""
-        return Bench(part.module, part.row_alignment, precision, self._with_adapters(precision))
-
-    def _compare_merged(self, precision: str, part: AdaptedPart, case: GemmCase, results: Results, where: str) -> None:
+    def _compare_merged(self, bench: Bench, part: AdaptedPart, case: GemmCase, results: Results, where: str) -> None:
         """Compare what experts with adapters computed with the dense formula of the merged weights."""
-        bench = self._adapted_bench(precision, part)
-        batch, probe = bench.inputs(case, self.dims["dim"])
+        batch, probe = bench.inputs(case)
         merged = part.merged()
         of_merged = dense(merged.weights, case, batch, probe, bench.alignment, bench.layer_case.activation.clamp)
         expected = {key: of_merged[key] for key in ("out", "rows", "row_weights")} | merged.gradients(of_merged)
         self._compare(
             results,
             expected,
-            rtol=ROUNDED_TWICE * self.rtol[precision],
+            rtol=ROUNDED_TWICE * self.rtol[bench.precision],
             terms=terms_of_row_weights(of_merged, batch, probe),
-            who=f"{self.plugin.name} in {precision}, with adapters merged into the weights{where}",
+            who=f"{self.plugin.name} in {bench.precision}, with adapters merged into the weights{where}",
         )
 
     def test_operands_are_quantized_for_each_pass(self) -> None:
@@ -308,7 +331,7 @@ class GemmSuite(ReplayChecks):
         bench = self.bench(formula=self._formulas()[-1])
         cases = [GemmCase(counts=self._counts(seed), seed=seed) for seed in (1, 2)]
         alone = [self._compute(bench, case) for case in cases]
-        inputs = [bench.inputs(case, self.dims["dim"]) for case in cases]
+        inputs = [bench.inputs(case) for case in cases]
         outs = [bench.experts(batch) for batch, _ in inputs]
         for results, out_RD, (batch, probe) in zip(alone, outs, inputs, strict=True):
             together = {"out": out_RD.detach(), **backward(bench.experts, batch, out_RD, probe)}
@@ -318,9 +341,9 @@ class GemmSuite(ReplayChecks):
     def test_weight_gradients_may_be_left_for_later(self) -> None:
         """A scheduler that computes them after the gradients of the inputs gets the same bits."""
         self.must_repeat()
-        bench = self.bench(formula=self._formulas()[-1])
+        bench = self.bench(formula=self._formulas()[-1], sizes=self.large)
         case = GemmCase(counts=self._counts(4), seed=4)
-        batch, probe = bench.inputs(case, self.dims["dim"])
+        batch, probe = bench.inputs(case)
         wrong = differing(self._compute(bench, case), computed_late(bench.experts, batch, probe))
         assert not wrong, f"{self.plugin.name}: {wrong} change if weight gradients are computed later."
 
@@ -332,7 +355,7 @@ class GemmSuite(ReplayChecks):
         round_to_bf16(bench.experts)
         trained = self._compute(bench, case)
         freeze(bench.experts)
-        batch, probe = bench.inputs(case, self.dims["dim"])
+        batch, probe = bench.inputs(case)
         try:
             by_way = computed_frozen(bench.experts, batch, probe)
         except Exception as error:
@@ -346,10 +369,10 @@ class GemmSuite(ReplayChecks):
 
     def test_micro_batches_of_a_step_add_up(self) -> None:
         """They share operands of weights, and gradients that are added up in place are the sums of those of each."""
-        bench = self.bench(formula=self._formulas()[-1])
+        bench = self.bench(formula=self._formulas()[-1], sizes=self.large)
         cases = [GemmCase(counts=self._counts(seed), seed=seed) for seed in (1, 2)]
         alone = [self._compute(bench, case) for case in cases]
-        grads = computed_in_step(bench.experts, [bench.inputs(case, self.dims["dim"]) for case in cases])
+        grads = computed_in_step(bench.experts, [bench.inputs(case) for case in cases])
         for name, grad in grads.items():
             error = worst_error(grad, torch.stack([results[name].double() for results in alone]).sum(0))
             says = f"{self.plugin.name}: the gradient of {name} over two micro-batches of a step is off by"
@@ -360,7 +383,7 @@ class GemmSuite(ReplayChecks):
         padding = (4,) * self.dims["num_experts"] if self.takes("padded") else ()
         bench = self.bench(formula=self._formulas()[-1])
         case = GemmCase(counts=self._counts(1), padding=padding)
-        batch, probe = bench.inputs(case, self.dims["dim"])
+        batch, probe = bench.inputs(case)
         inputs = {"rows_RD": batch.rows_RD, "row_weights_R": batch.row_weights_R, "the gradient of the output": probe}
         for tensor in inputs.values():
             tensor.data[tensor.data == 0] = -0.0
@@ -416,7 +439,7 @@ class GemmSuite(ReplayChecks):
             treated = self.bench(formula=formula, memory=[{"use": self.policies[mechanism], "regions": [region]}])
             wrong = differing(plain, self._compute(treated, case))
             assert not wrong, f"{self.plugin.name}: with the region {region} under {mechanism}, {wrong} changes."
-            saved[region, mechanism] = saved_bytes(treated.experts, treated.inputs(case, self.dims["dim"])[0])
+            saved[region, mechanism] = saved_bytes(treated.experts, treated.inputs(case)[0])
         for (region, mechanism), size in saved.items():
             if_kept = saved.get((region, "keep"))
             if mechanism == "recompute" and if_kept is not None:
@@ -430,7 +453,7 @@ class GemmSuite(ReplayChecks):
         return (0, *torch.randint(1, 6, (self.dims["num_experts"] - 1,), generator=generator).tolist())
 
     def _compute(self, bench: Bench, case: GemmCase) -> Results:
-        return computed(bench.experts, *bench.inputs(case, self.dims["dim"]))
+        return computed(bench.experts, *bench.inputs(case))
 
     def _split(self, world: int, mesh: Mapping[str, int], formula: Formula, **others: Any) -> LayerCase | None:
         """Layer case with experts split over ``mesh``; None if the GEMM refuses."""
@@ -451,7 +474,7 @@ class GemmSuite(ReplayChecks):
 
     def _check(self, bench: Bench, case: GemmCase, hint: str) -> None:
         """Compare outputs and gradients with the formula."""
-        batch, probe = bench.inputs(case, self.dims["dim"])
+        batch, probe = bench.inputs(case)
         with poisoned_memory():
             out_RD = bench.experts(batch)
             form, right = (f"{tuple(t.shape)} {t.dtype}" for t in (out_RD, batch.rows_RD))
