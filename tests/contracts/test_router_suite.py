@@ -43,6 +43,8 @@ BROKEN: list[tuple[Any, str, str]] = [
         "'top_k': 2, 'dim': 16, 'expert_dim': 16}, set",
     ),
     (routers.ChoosesTwice, "routings_have_the_shapes", "chooses the same expert twice"),
+    (routers.MasksTheChoiceBefore, "routings_of_many_choices", "chooses the same expert twice"),
+    (routers.LooksAtThePlaceInTheRow, "a_pack_is_routed", "in a pack of sequences of (4, 4) tokens the routing of a"),
     (routers.WeighsInHalf, "routings_have_the_shapes", "torch.float32 is right"),
     (routers.DividesByNoTokens, "no_tokens_and_one_token", "'z_loss'] is not finite"),
     (routers.CrowdsTheCrowded, "updates_do_not_make", "Is the sign of the update right?"),

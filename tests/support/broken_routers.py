@@ -152,6 +152,16 @@ class LooksAtThePlace(PlainRouter):
         return super().logits(x_TD, batch) * (1.0 + 0.2 * places_T.unsqueeze(1))
 
 
+class LooksAtThePlaceInTheRow(PlainRouter):
+    """Does not tell the sequences of a pack apart."""
+
+    partition = "sequence"
+
+    def logits(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        places_T = batch.own(batch.row_places.repeat(len(batch.ids_BS)))
+        return super().logits(x_TD, batch) * (1.0 + 0.2 * places_T.unsqueeze(1))
+
+
 class LosesByMicroBatch(PlainRouter):
     def loss(self, logits_TE: Tensor, valid_T: Tensor) -> Tensor:
         mean_E = (logits_TE.softmax(-1) * valid_T.unsqueeze(1)).sum(0) / valid_T.sum().clamp_min(1)
@@ -259,6 +269,18 @@ class DropsAndCountsAfterwards(PlainRouter):
 class ChoosesTwice(PlainRouter):
     def choose(self, logits_TE: Tensor) -> Tensor:
         return super().choose(logits_TE)[:, :1].expand(-1, self.dims.top_k)
+
+
+class MasksTheChoiceBefore(PlainRouter):
+    """Chooses one expert after another, and forgets all but the latest."""
+
+    def choose(self, logits_TE: Tensor) -> Tensor:
+        scores_TE = logits_TE + self.bias
+        chosen = [scores_TE.argmax(1, keepdim=True)]
+        while len(chosen) < self.dims.top_k:
+            others_TE = scores_TE.scatter(1, chosen[-1], -torch.inf)
+            chosen.append(others_TE.argmax(1, keepdim=True))
+        return torch.cat(chosen, 1)
 
 
 class WeighsInHalf(PlainRouter):

@@ -21,6 +21,7 @@ from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.routing_case import (
     SEQUENCES,
     TOKENS,
+    Pack,
     Tokens,
     compared,
     miscounted,
@@ -46,10 +47,12 @@ class RouterSuite(ReplayChecks):
 
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 8, "top_k": 2, "dim": 16, "expert_dim": 16}
     """Sizes of its layer, which the router must accept."""
+    choices: ClassVar[Sequence[tuple[int, int]]] = ((8, 1), (8, 2), (16, 4), (60, 6), (64, 8))
+    """Pairs of a number of experts and of choices of a token: those that the router accepts are tried."""
 
-    def router(self, *, seed: int = 0, layer: int = 0) -> Any:
-        """Router of a layer with random parameters, in training mode."""
-        context, assembly = open_context(self._sized())
+    def router(self, *, seed: int = 0, layer: int = 0, dims: Mapping[str, int] | None = None) -> Any:
+        """Router of a layer with random parameters, in training mode; ``dims`` in place of those of the suite."""
+        context, assembly = open_context(self.layer_case(**dims) if dims else self._sized())
         with torch.random.fork_rng():
             router = assembly.parts.routing.build(evolve(context, site=evolve(context.site, layer=layer)))
         assert isinstance(router, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
@@ -88,6 +91,35 @@ class RouterSuite(ReplayChecks):
             self._complain(misshapen(routing, tokens, self.dims))
 
         self.for_all(check, TOKENS)
+
+    def test_routings_of_many_choices_are_right_too(self) -> None:
+        """With each of ``choices``: valid routings, counts, replays, and gradients that are slopes."""
+        for dims in self._dims_of_choices():
+            router = self.router(dims=dims)
+            for tokens in (Tokens(sequences=4, positions=75, masked=1, seed=1), Tokens(sequences=2, positions=3)):
+                routing = router(tokens.x(dims["dim"]), tokens.batch(loss_scale=torch.tensor(0.1)))
+                self._complain(misshapen(routing, tokens, dims))
+                self._complain(miscounted(routing, tokens, dims))
+                self._check_replay(router, self.router(seed=1, dims=dims), 0, tokens, dims)
+            # Replayed: of many experts, some nearly tie, and where choices change there is no slope.
+            few = Tokens(sequences=1, positions=5, seed=3)
+            x_TD = few.x(dims["dim"])
+            self._slopes_of_weights(router, x_TD, few.batch(routes={0: router(x_TD, few.batch()).expert_ids_TK}))
+
+    def _dims_of_choices(self) -> Sequence[Mapping[str, int]]:
+        """Sizes for each of ``choices`` that the router accepts; skip the check if there are none."""
+        accepted: list[Mapping[str, int]] = []
+        for num_experts, top_k in self.choices:
+            dims = {**self.dims, "num_experts": num_experts, "top_k": top_k}
+            try:
+                self.layer_case(**dims).assemble()
+            except PlanError:
+                continue
+            accepted.append(dims)
+        if not accepted:
+            tried = ", ".join(f"{top_k} of {num_experts}" for num_experts, top_k in self.choices)
+            pytest.skip(f"{self.plugin.name} takes none of these choices of experts: {tried}; set choices")
+        return accepted
 
     def test_statistics_count_every_choice_once_before_any_is_dropped(self) -> None:
         """Balancing uses ``tokens_per_expert``, so it also counts choices that a capacity drops."""
@@ -141,10 +173,15 @@ class RouterSuite(ReplayChecks):
         """Gradients of the tokens and of the router's parameters are compared with finite differences."""
         router = self.learned_router()
         tokens = Tokens(sequences=2, positions=5, seed=3)
-        x_TD = tokens.x(self.dims["dim"])
-        batch = tokens.batch()
+        steepest = self._slopes_of_weights(router, tokens.x(self.dims["dim"]), tokens.batch())
         name = self.plugin.name
-        probe_TK = torch.randn(tokens.num_tokens, self.dims["top_k"], generator=torch.Generator().manual_seed(1))
+        assert steepest.pop("the tokens") > 1e-6, f"{name}: no gradient reaches the tokens."
+        assert max(steepest.values(), default=0.0) > 1e-6, f"{name}: no gradient reaches its parameters."
+
+    def _slopes_of_weights(self, router: nn.Module, x_TD: Tensor, batch: Batch) -> dict[str, float]:
+        """Largest slope of the weights by what they depend on. Asserts that gradients are slopes."""
+        name = self.plugin.name
+        probe_TK = torch.randn(router(x_TD, batch).weights_TK.shape, generator=torch.Generator().manual_seed(1))
 
         def value() -> tuple[Tensor, Tensor]:
             routing = router(x_TD, batch)
@@ -158,8 +195,7 @@ class RouterSuite(ReplayChecks):
             steepest[what] = measured.steepest
             says = f"{name}: the gradient of {what} is not the slope of the weights ({measured})."
             assert measured.agree(3e-2), says
-        assert steepest.pop("the tokens") > 1e-6, f"{name}: no gradient reaches the tokens."
-        assert max(steepest.values(), default=0.0) > 1e-6, f"{name}: no gradient reaches its parameters."
+        return steepest
 
     def test_auxiliary_losses_are_attached_once_and_scaled(self) -> None:
         """The backward of the weights adds ``aux_scale`` times the gradient of each auxiliary loss.
@@ -299,6 +335,29 @@ class RouterSuite(ReplayChecks):
         if partition == "token":
             self.for_all(lambda tokens: self._check_tokens(router, tokens), SEQUENCES)
 
+    def test_a_pack_is_routed_as_its_sequences(self) -> None:
+        """Sequences one behind another in one row (``Batch.lengths``) get what each gets alone, losses included."""
+        partition = self._partition()
+        router = self.learned_router()
+        for lengths in ((4, 4), (5, 1, 9)):
+            pack = Pack(lengths=lengths, seed=len(lengths))
+            x_TD = pack.x(self.dims["dim"])
+            whole = router(x_TD, pack.batch())
+            routings = [router(*alone) for alone in pack.alone(x_TD)]
+            says = f"{self.plugin.name} offers to look at one {partition} at a time, but in a pack"
+            fix = "Tell sequences apart by Batch.sequence_T, and places in them by Batch.places."
+            self._same_as_apart(whole, routings, f"{says} of sequences of {lengths} tokens", fix)
+
+    def _same_as_apart(self, whole: Routing, routings: Sequence[Routing], says: str, fix: str = "") -> None:
+        """Assert that the routing of sequences together is that of each by itself."""
+        joined = {key: torch.cat([getattr(routing, key) for routing in routings]) for key in _CHOICES}
+        self._same_choices(whole, joined, f"{says} the routing of a sequence depends on the other sequences. {fix}")
+        for kind in ("stats", "aux_losses"):
+            total = summed(routings, kind)
+            for key, value in getattr(whole, kind).items():
+                same = torch.allclose(value.double(), total[key], rtol=1e-4, atol=1e-5)
+                assert same, f"{says} {kind}[{key!r}] depends on how sequences are split over micro-batches. {fix}"
+
     def test_ranks_that_share_a_micro_batch_route_it_as_one_rank_does(self) -> None:
         """Ranks of cp or tp each have a part of its tokens; no choice, weight, statistic, loss or gradient changes."""
         partition = self._partition(required=False)
@@ -368,18 +427,20 @@ class RouterSuite(ReplayChecks):
         for layer in (0, 3):
             router = self.router(seed=0, layer=layer)
             earlier = self.router(seed=1, layer=layer)
-            self.for_all(partial(self._check_replay, router, earlier, layer), TOKENS)
+            self.for_all(partial(self._check_replay, router, earlier, layer, dims=self.dims), TOKENS)
 
-    def _check_replay(self, router: nn.Module, earlier: nn.Module, layer: int, tokens: Tokens) -> None:
+    def _check_replay(
+        self, router: nn.Module, earlier: nn.Module, layer: int, tokens: Tokens, dims: Mapping[str, int]
+    ) -> None:
         """Assert that a router of a layer replays the routes of that layer."""
-        x_TD = tokens.x(self.dims["dim"])
+        x_TD = tokens.x(dims["dim"])
         recorded_TK = earlier(x_TD, tokens.batch()).expert_ids_TK
         of_others = {other: recorded_TK.roll(1, 0) for other in (0, 2, 4)}
         routing = router(x_TD, tokens.batch(routes={**of_others, layer: recorded_TK}))
         says = f"{self.plugin.name} does not replay Batch.routes in layer {layer}."
         fix = "Take the ids that Batch.route() returns for site.layer."
         assert torch.equal(routing.expert_ids_TK, recorded_TK), f"{says} {fix}"
-        self._complain(misshapen(routing, tokens, self.dims))
+        self._complain(misshapen(routing, tokens, dims))
 
     def test_equal_scores_are_told_apart_without_chance(self) -> None:
         """Tokens and experts that are alike get the same choices whatever PyTorch's generator says."""
@@ -465,14 +526,7 @@ class RouterSuite(ReplayChecks):
         whole = router(x_TD, batch)
         routings = [router(*of_sequences(batch, x_TD, [number])) for number in reversed(range(tokens.sequences))]
         routings.reverse()
-        says = f"{self.plugin.name} offers to look at one {partition} at a time, but"
-        joined = {key: torch.cat([getattr(routing, key) for routing in routings]) for key in _CHOICES}
-        self._same_choices(whole, joined, f"{says} the routing of a sequence depends on the other sequences.")
-        for kind in ("stats", "aux_losses"):
-            total = summed(routings, kind)
-            for key, value in getattr(whole, kind).items():
-                same = torch.allclose(value.double(), total[key], rtol=1e-4, atol=1e-5)
-                assert same, f"{says} {kind}[{key!r}] depends on how sequences are split over micro-batches."
+        self._same_as_apart(whole, routings, f"{self.plugin.name} offers to look at one {partition} at a time, but")
 
     def _check_tokens(self, router: nn.Module, tokens: Tokens) -> None:
         """Assert that tokens get the same choices without half of the others, and in another order."""

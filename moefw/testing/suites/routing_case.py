@@ -52,6 +52,47 @@ class Tokens:
         return Batch(**{"ids_BS": ids_BS, "labels_BS": ids_BS, "mask_BS": self.mask(), "seeds_B": seeds_B, **more})
 
 
+@frozen(kw_only=True)
+class Pack:
+    """Sequences of these lengths, one behind another in the one row of a micro-batch. Each ends with padding if it can."""
+
+    lengths: tuple[int, ...]
+    seed: int = 0
+
+    def x(self, dim: int) -> Tensor:
+        """Tokens, ``(T, D)``."""
+        return torch.randn(sum(self.lengths), dim, generator=torch.Generator().manual_seed(self.seed))
+
+    def batch(self) -> Batch:
+        """The pack as a micro-batch of training."""
+        numbers = torch.arange(len(self.lengths))
+        return self._in_a_row(
+            torch.cat([_ends_with_padding(length) for length in self.lengths]),
+            seeds_B=self._seeds(),
+            positions_BS=torch.cat([torch.arange(length) for length in self.lengths]).unsqueeze(0),
+            documents_BS=numbers.repeat_interleave(torch.tensor(self.lengths)).unsqueeze(0),
+            lengths=self.lengths,
+        )
+
+    def alone(self, x_TD: Tensor) -> Iterator[tuple[Tensor, Batch]]:
+        """Yield the tokens of each sequence, and the sequence as a micro-batch."""
+        for x_SD, seed_B in zip(x_TD.split(self.lengths), self._seeds().split(1), strict=True):
+            yield x_SD, self._in_a_row(_ends_with_padding(len(x_SD)), seeds_B=seed_B)
+
+    def _seeds(self) -> Tensor:
+        return torch.arange(len(self.lengths)) + 1000 * self.seed
+
+    def _in_a_row(self, mask_S: Tensor, **fields: Any) -> Batch:
+        ids_BS = torch.zeros(1, len(mask_S), dtype=torch.int64)
+        scale = torch.tensor(0.3)
+        return Batch(ids_BS=ids_BS, labels_BS=ids_BS, mask_BS=mask_S.unsqueeze(0), loss_scale=scale, **fields)
+
+
+def _ends_with_padding(length: int) -> Tensor:
+    """Which tokens of a sequence are valid: not the last one, unless it is the only one."""
+    return torch.arange(length) < max(1, length - 1)
+
+
 TOKENS = st.builds(
     Tokens,
     sequences=st.integers(1, 3),
