@@ -53,6 +53,12 @@ class OffersWhatNobodyTakes(_Recipe):
 
 
 @frozen
+class LosesColumns(_Recipe):
+    def made(self, x: Tensor, role: str) -> Tensor:
+        return x * (torch.arange(x.shape[-1]) < 128)
+
+
+@frozen
 class Detaches(_Recipe):
     def made(self, x: Tensor, role: str) -> Tensor:
         return x.detach() if role == "weight" else x
@@ -156,6 +162,13 @@ class Int8ByPass(Int8):
 
     def keep(self, x: Tensor, used: Any, *, role: Any, during: Any, rows: Any = None) -> SavedOperand:
         return SavedOperand((x,), lambda saved: self.quantize(saved[0], role=role, during=during))
+
+
+@frozen
+class LosesRowsOfTheWeightGradient(Int8ByPass):
+    def quantize(self, x: Tensor, *, role: Any, during: Any, rows: Any = None) -> Tensor:
+        operand = super().quantize(x, role=role, during=during, rows=rows)
+        return operand * (torch.arange(x.shape[-2]) < 128).unsqueeze(1) if during == "wgrad" else operand
 
 
 @frozen

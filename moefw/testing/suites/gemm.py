@@ -92,7 +92,7 @@ class GemmSuite(ReplayChecks):
     def on(
         self, precision: str = "", formula: Formula = PLAIN, *, sizes: Mapping[str, int] | None = None, **parts: Any
     ) -> LayerCase:
-        """Layer case with a precision recipe (the first that fits), a formula and other parts; ``sizes`` or ``dims``."""
+        """Layer case with a precision recipe (the first that fits), a formula, sizes (``dims``) and other parts."""
         precision = precision or self._precisions()[0]
         return self.layer_case(parts={"precision": {"use": precision}, **parts}, **(sizes or self.dims), **formula)
 

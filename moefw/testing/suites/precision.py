@@ -185,6 +185,57 @@ class PrecisionSuite(RandomRounding, ReplayChecks):
 
         self.for_all(check, OPERANDS)
 
+    def test_no_value_of_a_large_operand_is_lost(self) -> None:
+        """Of up to ten blocks along each axis, the last of which need not be full along rows."""
+        recipe = self.recipe()
+        allowed = self._rtol()
+        shapes = ((7, 10), (10 * self.block - 7, 1), (3 * self.block + 4, 4))
+        for (rows, blocks), role, during in itertools.product(shapes, get_args(Role), get_args(GemmPass)):
+            drawn = Operand(rows=rows, blocks=blocks, experts=0, turned=False, role=role, during=during, seed=rows)
+            if not _stands_alone(recipe, drawn):
+                continue
+            x = _alike(rows, blocks * self.block).to(recipe.residual_dtype)
+            for verb, operand in self._operands(recipe, x, drawn).items():
+                error = worst_error(operand.detach(), x)
+                what = f"{self.plugin.name}: {tuple(x.shape)} ({_where(drawn)}) {verb} an operand that is off by"
+                assert error <= allowed, f"{what} {error:.1e} of the largest value; {allowed:.0e} is stated."
+
+    def test_no_term_of_a_large_product_is_lost(self) -> None:
+        """A sum over ten blocks, the last of which is not full if it is over rows, of terms that are all alike."""
+        recipe = self.recipe()
+        allowed = self._rtol()
+        for product, (got, expected) in self._large_products(recipe.at("gemm", groups=1)).items():
+            error = worst_error(got.detach(), expected)
+            what = f"{self.plugin.name}: a product of operands of {product} over ten blocks is off by {error:.1e}"
+            assert error <= allowed, f"{what} of its largest value; {allowed:.0e} is stated."
+
+    def _large_products(self, of_gemm: Any) -> Mapping[GemmPass, tuple[Any, Tensor]]:
+        """Products of operands, those of backward if a recipe has operands for it, each with the right product."""
+        many = 10 * self.block
+        x = _alike(many - 7, many).to(of_gemm.residual_dtype)
+        w = _alike(many, many)
+        dy = x.flip(0)
+
+        def made(tensor: Tensor, role: Role, during: GemmPass) -> Any:
+            return of_gemm.quantize(tensor, role=role, during=during)
+
+        fprop = made(x, "input", "fprop") @ made(w, "weight", "fprop").mT
+        products: dict[GemmPass, tuple[Any, Tensor]] = {"fprop": (fprop, x.double() @ w.double().mT)}
+        if of_gemm.by_pass:
+            dgrad = made(dy, "grad", "dgrad") @ made(w, "weight", "dgrad")
+            products["dgrad"] = (dgrad, dy.double() @ w.double())
+            products["wgrad"] = (self._product_over_rows(of_gemm, dy, x), dy.double().mT @ x.double())
+        return products
+
+    def _operands(self, recipe: Any, x: Tensor, drawn: Operand) -> Mapping[str, Tensor]:
+        """What becomes of a tensor, by a verb: its operand and, if one is made for backward in forward, that one."""
+        operands = {"becomes": self._quantize(recipe, x, drawn)}
+        if (drawn.role, drawn.during) in KEPT:
+            used = self._quantize(recipe, x, evolve(drawn, during="fprop"))
+            kept = _of_a_gemm(recipe, drawn).keep(x, used, role=drawn.role, during=drawn.during)
+            operands["is kept for backward as"] = _made_of(kept)
+        return operands
+
     def test_an_outlier_costs_other_rows_nothing(self) -> None:
         """Scales run along what a product sums over: each row of it has an error relative to its own largest value."""
         recipe = self.recipe()
@@ -275,12 +326,7 @@ class PrecisionSuite(RandomRounding, ReplayChecks):
             for value in (torch.inf, -torch.inf, torch.nan):
                 x = drawn.tensor(self.block, recipe.residual_dtype).detach()
                 x[row, column] = value
-                operands = {"becomes": self._quantize(recipe, x, drawn)}
-                if (role, during) in KEPT:
-                    used = self._quantize(recipe, x, evolve(drawn, during="fprop"))
-                    kept = _of_a_gemm(recipe, drawn).keep(x, used, role=role, during=during)
-                    operands["is kept for backward as"] = _made_of(kept)
-                for verb, operand in operands.items():
+                for verb, operand in self._operands(recipe, x, drawn).items():
                     # Operands of wgrad may be mixed along their rows, so the whole column is looked at.
                     says = f"{self.plugin.name}: {value} ({_where(drawn)}) {verb} {operand[row, column].item():g}"
                     is_seen = not operand[:, column].isfinite().all()
@@ -483,6 +529,11 @@ class PrecisionSuite(RandomRounding, ReplayChecks):
             what = f"{self.plugin.name} fails on {tuple(x.shape)} {x.dtype}, strides {x.stride()} ({_where(drawn)})"
             raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
         return operand
+
+
+def _alike(rows: int, columns: int) -> Tensor:
+    """Values from 0.6 to 1, fp32: without any of them, a tensor is far off, and so is a sum without many of them."""
+    return 0.6 + 0.4 * torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows))
 
 
 def _of_a_gemm(recipe: Any, drawn: Operand) -> Any:

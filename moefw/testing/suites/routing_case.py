@@ -54,7 +54,7 @@ class Tokens:
 
 @frozen(kw_only=True)
 class Pack:
-    """Sequences of these lengths, one behind another in the one row of a micro-batch. Each ends with padding if it can."""
+    """Sequences of these lengths, one behind another in a row: a micro-batch. The last token of each is padding."""
 
     lengths: tuple[int, ...]
     seed: int = 0
