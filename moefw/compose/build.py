@@ -13,6 +13,7 @@ from attrs import Factory, evolve, frozen
 from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
+from moefw.compose.built import STACKED, unchecked
 from moefw.core.context import BuildContext, ExpertGroup, ModelContext
 from moefw.core.contracts import ContextAttention, Layout, MemoryPolicy, Precision
 from moefw.core.errors import ContractError, PluginError
@@ -80,8 +81,8 @@ class LayerContext(BuildContext):
     """Context of one layer's parts. ``recipes``: the precision recipe and its fallback.
 
     ``merges``: whether the forward of a micro-batch runs beside the backward of another. ``qk_clip``: the clip for
-    which the core of the attention is measured. ``calling``: the context in which an error is that of a plugin's
-    method.
+    which the core of the attention is measured. ``built``: what builds
+    adapters, ``Registry.built``.
     """
 
     site: Site
@@ -93,7 +94,7 @@ class LayerContext(BuildContext):
     sharding: Sharding | None = None
     recipes: tuple[Precision, Precision] | None = None
     adapters: AdapterPlugin | None = None
-    calling: Callable[[Plugin, str], AbstractContextManager[None]] = lambda part, method: nullcontext()
+    built: Callable[..., Any] = unchecked
     policies: Mapping[str, MemoryPolicy] = Factory(dict)
     layouts: Mapping[int | None, Layout] = Factory(dict)
     context_attentions: Mapping[int | None, ContextAttention] = Factory(dict)
@@ -151,15 +152,13 @@ class LayerContext(BuildContext):
         """Adapter of a weight of this layer; None: it has none."""
         if self.adapters is None or not self.adapters.adapts(weight.name):
             return None
-        with self.calling(self.adapters, "build()"):
-            return self.adapters.build(self, weight)
+        return self.built(self.adapters, self, weight)
 
     def stacked_adapter(self, weight: AdaptedWeight) -> Any | None:
         """Adapters of a stack of weights; None: it has none."""
         if self.adapters is None or not self.adapters.adapts(weight.name):
             return None
-        with self.calling(self.adapters, "build_stacked()"):
-            return self.adapters.build_stacked(self, weight)
+        return self.built(self.adapters, self, weight, by=STACKED)
 
     def core(self, attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
         """Core of this layer's attention: ``attend``, or what the ranks of cp do around it; measured if logits are."""
@@ -333,18 +332,15 @@ class ModelParts(ModelContext):
     def _at(self, layer: int) -> LayerContext:
         parts = self.assembly.parts
         bare = bare_context(self.assembly, self._layout, self.device, self._shared, layer)
-        with self._calling(parts.precision):
-            recipes = parts.precision.build(bare), parts.precision.fallback(bare)
+        recipes = self._built(parts.precision, bare), self._built(parts.precision, bare, by="fallback")
         policies: dict[str, MemoryPolicy] = {}
         for plugin in parts.memory:
-            with self._calling(plugin):
-                policy = plugin.build(bare)
-            policies |= dict.fromkeys(plugin.regions, policy)
+            policies |= dict.fromkeys(plugin.regions, self._built(plugin, bare))
         return evolve(
             bare,
             recipes=recipes,
             adapters=parts.adapter,
-            calling=self.assembly.registry.calling,
+            built=self.assembly.registry.built,
             policies=policies,
             layouts=self._layouts,
             context_attentions=self._context_attentions(bare),
@@ -361,22 +357,19 @@ class ModelParts(ModelContext):
         for layout in sharing.values():
             if layout not in attentions:
                 context = evolve(bare, layout=layout, site=evolve(bare.site, layout=layout.plan))
-                with self._calling(plugin):
-                    attentions[layout] = plugin.build(context)
+                attentions[layout] = self._built(plugin, context)
         return {cp: attentions[layout] for cp, layout in sharing.items()}
 
-    def _calling(self, part: Plugin) -> AbstractContextManager[None]:
-        return self.assembly.registry.calling(part, "build()")
+    def _built(self, plugin: Plugin, context: BuildContext, *, by: str = "build") -> Any:
+        """Part that a plugin builds by the method ``by``."""
+        return self.assembly.registry.built(plugin, context, by=by)
 
     def attention(self, layer: int) -> nn.Module:
         """Attention of layer ``layer``."""
         context = self.at(layer)
-        plugin = self.assembly.parts.attention
-        with self._calling(plugin):
-            attention = plugin.build(context)
-            assert isinstance(attention, nn.Module)
-            if self._qk_clip is not None:
-                measure_logits(attention, self.device)
+        attention: nn.Module = self._built(self.assembly.parts.attention, context)
+        if self._qk_clip is not None:
+            measure_logits(attention, self.device)
         return context.unit(attention, context.recipe("attention"))
 
     def moe_layer(self, layer: int, *, shared_expert: nn.Module | None = None) -> MoELayer:
@@ -391,14 +384,9 @@ class ModelParts(ModelContext):
             context.keeps_high_precision("moe.experts"),
         )
         with _making_on(self.device):
-            with self._calling(parts.routing):
-                router = parts.routing.build(context)
-            with self._calling(parts.gemm):
-                experts = parts.gemm.build(context)
-        with self._calling(parts.dispatch):
-            dispatcher = context.shared(key, lambda: parts.dispatch.build(context))
-        assert isinstance(router, nn.Module)
-        assert isinstance(experts, nn.Module)
+            router = self._built(parts.routing, context)
+            experts = self._built(parts.gemm, context)
+        dispatcher = context.shared(key, lambda: self._built(parts.dispatch, context))
         context.unit(experts, recipe, "experts")
         return MoELayer(
             number=layer,
@@ -465,8 +453,8 @@ def build_model(
 def _built(context: ModelParts) -> nn.Module:
     """Model of these parts."""
     assembly = context.assembly
-    with _making_on(context.device), assembly.registry.calling(assembly.parts.model, "build()"):
-        model: nn.Module = assembly.parts.model.build(context)
+    with _making_on(context.device):
+        model: nn.Module = assembly.registry.built(assembly.parts.model, context)
     if not isinstance(model, Pipelined) and (why := _why_stages(assembly)):
         built = f"model {assembly.parts.model.name!r} builds a {type(model).__name__}"
         raise PluginError(

@@ -13,7 +13,7 @@ from moefw.compose.build import Shared, bare_context
 from moefw.compose.ruled_optimizer import STEP, Directions, RuledOptimizer, ruled_optimizer, stored_parameters
 from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout
-from moefw.core.errors import ContractError
+from moefw.core.errors import ContractError, PluginError
 from moefw.core.facts import ANY
 from moefw.core.plugin import OPTIMIZER, MemoryPolicyPlugin
 from moefw.core.records import Canonical, TrainedParameters
@@ -92,7 +92,7 @@ def _elementwise(
     lr = assembly.spec.train.lr
     if not trained:  # all weights of this stage are frozen
         return torch.optim.SGD([{"params": []}], lr)
-    optimizer: torch.optim.Optimizer = plugin.build(trained, lr)
+    optimizer: torch.optim.Optimizer = assembly.registry.built(plugin, trained, lr)
     if not keeps_states and not _policies(assembly):
         return optimizer
     states = treated(TorchStates(optimizer))
@@ -138,7 +138,7 @@ def _built(plugin: MemoryPolicyPlugin, context: BuildContext) -> OptimizerPolicy
     policy = plugin.build(context)
     if not isinstance(policy, OptimizerPolicy):
         what = f"memory policy {plugin.name} treats the region {OPTIMIZER} and builds no moefw.OptimizerPolicy."
-        raise ContractError(what, "Let build() return one.")
+        raise PluginError(what, "Let build() return one.")
     return policy
 
 

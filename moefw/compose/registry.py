@@ -19,6 +19,7 @@ from attrs import frozen
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 import moefw
+from moefw.compose.built import require_method, require_part
 from moefw.compose.built_in import built_in
 from moefw.compose.spec.sections import inner_plugins
 from moefw.compose.spec.structure import require_readable
@@ -274,6 +275,18 @@ class Registry:
         except (ImportError, SyntaxError) as error:
             what = f"{part} fails to import a module in {method}: {type(error).__name__}: {error}."
             raise PluginError(what, f"Install that module, or mend or uninstall {part.distribution}.") from error
+
+    def built(self, plugin: Plugin, *arguments: Any, by: str = "build") -> Any:
+        """Part that a plugin builds, given the ``arguments`` of its method ``by``.
+
+        Raises PluginError if the plugin has no such method, or returns what is no part of its kind: see ``calling``.
+        """
+        who = self.origin(plugin)
+        require_method(plugin, who, by)
+        with self.calling(plugin, f"{by}()"):
+            part = getattr(plugin, by)(*arguments)
+        require_part(plugin, who, by, part)
+        return part
 
     def load_all(self) -> list[Problem]:
         """Load every installed plugin and return the problems of those that fail."""

@@ -350,6 +350,36 @@ class TestDeepCheck:
         assert "1 rank (" in told.stdout
         assert "1 MoE layer\n" in told.stdout
 
+    @pytest.mark.parametrize(
+        ("build", "what", "fix"),
+        [
+            (
+                "",
+                " has no build().",
+                "Write one that returns a moefw.Dispatcher. See docs/guides/write-a-dispatcher.md.",
+            ),
+            (
+                "def build(self, context): return None",
+                ", build(): it returns None, and not a moefw.Dispatcher.",
+                "Return one. See docs/guides/write-a-dispatcher.md.",
+            ),
+            (
+                "def build(self, context): return moefw.RowGroups()",
+                ", build(): it returns a RowGroups, and not a moefw.Dispatcher.",
+                "Return one. See docs/guides/write-a-dispatcher.md.",
+            ),
+        ],
+        ids=["nothing to build", "nothing built", "another thing built"],
+    )
+    def test_names_the_plugin_that_builds_no_part_of_its_kind(self, install, spec, build, what, fix):
+        install("no-parts", dispatcher("empty", OFFERS + build), names=["empty"])
+        arguments = [spec, "dispatch.use=empty", "--deep", "--json"]
+        told = CliRunner().invoke(check, arguments, standalone_mode=False, catch_exceptions=False)
+        assert told.return_value == 2
+        (problem,) = json.loads(told.stdout)["problems"]
+        assert problem["what"] == f"plugin 'empty' (distribution no-parts 1.5){what}"
+        assert problem["fix"] == fix
+
     def test_says_what_this_machine_cannot_build(self, spec):
         precision = "precision={use: fp8-blockwise, backend: torch}"
         overrides = ["dispatch.use=alltoall", "run.device=cuda", precision]

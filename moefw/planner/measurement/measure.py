@@ -13,6 +13,7 @@ from torch import nn
 
 from moefw.compose.assembly import Assembly, ChosenPlugins
 from moefw.compose.build import Shared, open_layout
+from moefw.compose.built import unchecked
 from moefw.compose.registry import Registry
 from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout, Precision
@@ -381,6 +382,9 @@ class _Unwatched(Registry):
     @contextmanager
     def calling(self, plugin: Plugin, method: str) -> Iterator[None]:
         yield
+
+    def built(self, plugin: Plugin, *arguments: Any, by: str = "build") -> Any:
+        return unchecked(plugin, *arguments, by=by)
 
 
 @frozen

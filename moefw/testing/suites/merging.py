@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from attrs import Factory, evolve, frozen
 from torch import Tensor, nn
 
+from moefw.compose.built import unchecked
 from moefw.core.context import BuildContext
 from moefw.core.contracts import StackedAdapter
 from moefw.core.plugin import AdapterPlugin
@@ -136,9 +136,7 @@ def adapted_part(layer_case: LayerCase, key: str) -> AdaptedPart:
     """The ``attention`` or the ``gemm`` of a layer case, built on this rank."""
     context, assembly = open_context(layer_case)
     noted = Noted(assembly.parts.adapter)
-    module: Any = getattr(assembly.parts, key).build(
-        evolve(context, adapters=noted, calling=lambda part, method: nullcontext())
-    )
+    module: Any = getattr(assembly.parts, key).build(evolve(context, adapters=noted, built=unchecked))
     initialise(module, seed=layer_case.seed, std=lambda _: STD)
     draw_adapters(module, seed=layer_case.seed)
     return AdaptedPart(module, noted.asked, int(assembly.layers[0].facts.get("row_alignment") or 1))
