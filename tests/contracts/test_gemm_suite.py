@@ -49,6 +49,13 @@ BROKEN: list[tuple[Any, str, str]] = [
     (gemms.NamesNoAdapters, "products_with_adapters", "does not name the parameters of the adapter"),
     (gemms.AdaptsForgettingTheRowWeight, "products_with_adapters", "with adapters merged into the weights"),
     (gemms.ForgetsTheShardsOfAdapters, "parts_of_experts_with", "ranks of etp, asks for an adapter of 0.gate_proj"),
+    (
+        gemms.TakesAScale,
+        "it_builds_a_part",
+        "is called as __call__(batch): missing a required argument: 'scale'. Give it the arguments of ExpertGemm.",
+    ),
+    (gemms.CountsInItsModule, "the_modules_of_its_package", "writes broken_gemms._SEEN"),
+    (gemms.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'biass'"),
     (gemms.ReturnsHalf, "outputs_and_gradients", "torch.float32 is right"),
 ]
 
@@ -56,6 +63,17 @@ BROKEN: list[tuple[Any, str, str]] = [
 @pytest.mark.parametrize(("made", "check", "says"), BROKEN, ids=[f"{case[0].__name__}: {case[1]}" for case in BROKEN])
 def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], made: Any, check: str, says: str) -> None:
     must_catch(GemmSuite, gemms.PLUGINS[made], check, says)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "says"),
+    [
+        (gemms.BuildsNothing, "(distribution this test 0) has no build(). Write one that returns a moefw.ExpertGemm."),
+        (gemms.BuildsALayer, "build(): it returns a Linear, and not a moefw.ExpertGemm."),
+    ],
+)
+def test_a_plugin_that_builds_no_experts_is_told_so(must_catch: Callable[..., None], plugin: Any, says: str) -> None:
+    must_catch(GemmSuite, plugin, "it_builds_a_part", says)
 
 
 def test_replays_that_are_offered_by_experts_that_read_offsets_are_caught(

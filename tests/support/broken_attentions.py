@@ -119,6 +119,24 @@ class PlainPlugin(moefw.AttentionPlugin):
         return self.made(context)
 
 
+class ForgetsTheTables(PlainAttention):
+    def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:  # type: ignore[override]
+        return super().forward(x_tD, self.tables(batch), batch)
+
+
+class MisspellsItsOffer(PlainAttention):
+    logits = ("wights",)
+
+
+SEEN: set[float] = set()
+
+
+class RemembersInItsModule(PlainAttention):
+    def forward(self, x_tD: Tensor, tables: Table, batch: Batch) -> Tensor:
+        SEEN.add(float(x_tD.detach().sum()))
+        return super().forward(x_tD, tables, batch)
+
+
 class SeesAhead(PlainAttention):
     """A token sees the one after it."""
 
@@ -152,7 +170,7 @@ class CapsScores(PlainAttention):
     """Scores are kept within ``CAP`` by a tangent (Gemma 2, arXiv 2408.00118), right in every way."""
 
     cores: ClassVar[tuple[str, ...]] = ("own",)
-    logits: ClassVar[tuple[str, ...]] = ("cap",)
+    logits: ClassVar[tuple[str, ...]] = ("unsaid",)
 
     def kernel_of(self, context: moefw.BuildContext) -> Any:
         return context.core(capped)

@@ -280,6 +280,24 @@ class SumsOneTile(PlainExperts):
         return self.inner(gate_RF, up_RF, weights_R, self.down[expert])
 
 
+class TakesAScale(PlainExperts):
+    def forward(self, batch: ExpertBatch, scale: float) -> Tensor:  # type: ignore[override]
+        return scale * super().forward(batch)
+
+
+_SEEN: list[tuple[int, ...]] = []
+
+
+class CountsInItsModule(PlainExperts):
+    def forward(self, batch: ExpertBatch) -> Tensor:
+        _SEEN.append(tuple(batch.rows_RD.shape))
+        return super().forward(batch)
+
+
+class MisspellsItsOffer(PlainExperts):
+    promised = moefw.offers(formula=("swiglu", "biass"))
+
+
 class ForgetsTheKeys(PlainExperts):
     promised = {"by_pass": True, "row_keys": True}
 
@@ -378,6 +396,19 @@ class AdaptsForgettingTheRowWeight(AdaptedExperts):
 class ForgetsTheShardsOfAdapters(AdaptedExperts):
     def shards_of_adapters(self) -> Any:
         return None, None
+
+
+@frozen
+class BuildsNothing(GemmPlugin):
+    name: ClassVar[str] = "builds-nothing"
+
+
+@frozen
+class BuildsALayer(Plain):
+    name: ClassVar[str] = "builds-a-layer"
+
+    def build(self, context: moefw.BuildContext) -> Any:
+        return nn.Linear(1, 1)
 
 
 PLUGINS = declarations(Plain, PlainExperts)

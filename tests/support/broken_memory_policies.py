@@ -199,6 +199,50 @@ class HoldsWhatIsComputedAgain(_Policy):
 
 
 @frozen
+class KeepsItsGraphs(_Policy):
+    """Keeps the results of all runs, and with them what they saved."""
+
+    results: ClassVar[list[Any]] = []
+
+    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.results.append(super().run(region, function, *args, **kwargs))
+        return self.results[-1]
+
+
+@frozen
+class KeepsCopies(_Policy):
+    """Keeps a copy of each tensor that was ever saved."""
+
+    copies: ClassVar[list[Tensor]] = []
+
+    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def pack(tensor: Tensor) -> Tensor | StandIn:
+            self.copies.append(tensor.detach().clone())
+            return stand_in(tensor) or self.copies[-1]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return function(*args, **kwargs)
+
+
+@frozen
+class TreatsNothing(_Policy):
+    def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+@frozen
+class WrapsAnyRegion(_Policy):
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:  # type: ignore[override]
+        return partial(self.run, "", function)
+
+
+@frozen
+class MisspellsItsOffer(_Policy):
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(replays=("allways",))
+
+
+@frozen
 class NeedsElements(_Policy):
     def run(self, region: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def pack(tensor: Tensor) -> tuple[Tensor, Tensor]:

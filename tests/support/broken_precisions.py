@@ -261,5 +261,27 @@ class DrawsOncePerRow(Int8Drawn):
 
 
 @frozen
+class KnowsNoRows(_Recipe):
+    def quantize(self, x: Tensor, *, role: Any, during: Any) -> Tensor:  # type: ignore[override]
+        return self.made(x.float(), role)
+
+
+@frozen
+class MisspellsItsOffer(_Recipe):
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return {**super().offers(site), "replays": ("allone",)}
+
+
+LARGEST = {"value": 0.0}
+
+
+@frozen
+class RemembersInItsModule(_Recipe):
+    def made(self, x: Tensor, role: str) -> Tensor:
+        LARGEST["value"] = float(x.detach().sum())
+        return x
+
+
+@frozen
 class FlowsInWholeNumbers(_Recipe):
     residual_dtype: ClassVar[Any] = torch.int8

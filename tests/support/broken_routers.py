@@ -283,6 +283,24 @@ class MasksTheChoiceBefore(PlainRouter):
         return torch.cat(chosen, 1)
 
 
+class ForgetsTheBatch(PlainRouter):
+    def forward(self, x_TD: Tensor) -> Routing:  # type: ignore[override]
+        return super().forward(x_TD, Batch(ids_BS=x_TD[:1], labels_BS=x_TD[:1]))
+
+
+class MisspellsItsPartition(PlainRouter):
+    partition = "tokens"
+
+
+LOAD = torch.zeros(())
+
+
+class CountsInItsModule(PlainRouter):
+    def count(self, ids_TK: Tensor) -> Tensor:
+        LOAD.add_(ids_TK.numel())
+        return super().count(ids_TK)
+
+
 class WeighsInHalf(PlainRouter):
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
         return super().weigh(logits_TE, ids_TK).bfloat16()

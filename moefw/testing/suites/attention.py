@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefw.core.contracts import Attention, CachedAttention
+from moefw.core.contracts import CachedAttention
 from moefw.core.errors import ContractError, PlanError
 from moefw.runtime.naming import canonical_parameters
 from moefw.testing.layer_case import LayerCase
@@ -33,6 +33,7 @@ from moefw.testing.suites.gemm_case import differing
 from moefw.testing.suites.gemm_passes import PRODUCTS, Noting
 from moefw.testing.suites.logits_case import CLIPPED, MeasuredAttention, largest_on_rank, noted_calls
 from moefw.testing.suites.merging import adapted_part, adapters_of, give, problem_on_this_rank
+from moefw.testing.suites.part import StatelessPartChecks
 from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
@@ -47,7 +48,7 @@ UNUSED = 37
 Reference = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 
-class AttentionSuite(ReplayChecks):
+class AttentionSuite(ReplayChecks, StatelessPartChecks):
     """Tests an attention against its contract: what it may see, its formula in fp64, heads split over ranks."""
 
     dim: ClassVar[int] = 16
@@ -69,9 +70,14 @@ class AttentionSuite(ReplayChecks):
     def attention(self, **parts: Any) -> Any:
         """Attention of one layer on one rank."""
         attention, *_ = attention_of(self.on(parts=parts))
-        assert isinstance(attention, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
-        assert isinstance(attention, Attention), f"{self.plugin.name} builds something that is no moefw.Attention."
         return attention
+
+    def _smallest_case(self) -> LayerCase:
+        return self.on()
+
+    def _user(self) -> Callable[[int], object]:
+        attention = self.attention()
+        return lambda seed: computed(attention, AttentionCase(seed=seed), self.dim)
 
     @property
     def _replay_sizes(self) -> Mapping[str, int]:

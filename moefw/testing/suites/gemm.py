@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,10 +11,9 @@ import pytest
 import torch
 from attrs import frozen
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from moefw.compose.fitting import silence
-from moefw.core.contracts import ExpertGemm
 from moefw.core.errors import PlanError
 from moefw.core.stages import ExpertBatch
 from moefw.testing.layer_case import LayerCase
@@ -43,6 +42,7 @@ from moefw.testing.suites.gemm_case import (
 )
 from moefw.testing.suites.gemm_passes import Asked, Noting, values_of_operands
 from moefw.testing.suites.merging import AdaptedPart, adapted_part, adapters_of, problem_on_this_rank
+from moefw.testing.suites.part import StatelessPartChecks
 from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.runs import row_alignment
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
@@ -77,7 +77,7 @@ class Bench:
         return case.batch(dim, dtype, alignment=self.alignment), case.probe(dim, dtype, alignment=self.alignment)
 
 
-class GemmSuite(ReplayChecks):
+class GemmSuite(ReplayChecks, StatelessPartChecks):
     """Tests an expert computation against its contract: the dense formula in fp64, row by row."""
 
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 4, "top_k": 2, "dim": 16, "expert_dim": 32}
@@ -121,9 +121,14 @@ class GemmSuite(ReplayChecks):
         precision = precision or self._precisions()[0]
         layer_case = self.on(precision, formula, sizes=sizes, **parts)
         experts, assembly = experts_of(layer_case)
-        assert isinstance(experts, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
-        assert isinstance(experts, ExpertGemm), f"{self.plugin.name} builds something that is no moefw.ExpertGemm."
         return Bench(experts, row_alignment(assembly), precision, layer_case)
+
+    def _smallest_case(self) -> LayerCase:
+        return self.on()
+
+    def _user(self) -> Callable[[int], object]:
+        bench = self.bench()
+        return lambda seed: self._compute(bench, GemmCase(counts=self._counts(1), seed=seed))
 
     _replay_worlds = (1, 2)
 

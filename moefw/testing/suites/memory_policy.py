@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -20,10 +20,13 @@ from moefw.testing.suites.memory_policy_case import (
     Observed,
     around_a_recomputed_region,
     halves_of_a_storage,
+    held_until_backward,
+    left_behind,
     observed,
     probe_region,
     region_of,
 )
+from moefw.testing.suites.part import PartChecks
 from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.runs import open_context, whole_model
 from moefw.testing.suites.watch import same_bits, worst_error
@@ -36,11 +39,13 @@ JITTERY: Mapping[str, Any] = {
 }
 """A router with everything that a second forward could spoil: random draws, losses, statistics, state."""
 ONE_LAYER: Mapping[str, Any] = {"num_layers": 1, "num_dense_layers": 0}
+FREEING: Collection[str] = ("recompute", "offload")
+"""Mechanisms that free what regions make, whatever its shape."""
 FLOOR = 1e-2
 """Gradients below this share of the largest one nearly cancel; their errors are relative to this share."""
 
 
-class MemoryPolicySuite(ReplayChecks):
+class MemoryPolicySuite(ReplayChecks, PartChecks):
     """Tests a memory policy against its contract: it changes no bit of any result.
 
     If the plugin states an ``rtol``, the gradients of a model of one layer may differ by this share of their largest
@@ -119,10 +124,10 @@ class MemoryPolicySuite(ReplayChecks):
 
     def policy(self) -> Any:
         """Build and return the policy."""
-        policy = self._built(self._offered())
-        is_policy = isinstance(policy, MemoryPolicy)
-        assert is_policy, f"{self.plugin.name} builds something that is no moefw.MemoryPolicy."
-        return policy
+        return self._built(self._offered())
+
+    def _smallest_case(self) -> LayerCase:
+        return self.model(self._offered()[:1], world=1)
 
     def _built(self, regions: Sequence[str]) -> Any:
         """Policy for the first of the regions. It need not treat more to be looked at."""
@@ -226,6 +231,25 @@ class MemoryPolicySuite(ReplayChecks):
         (grad,) = torch.autograd.grad(out.sum(), x)
         plain = {"the output": out.detach(), "the gradient of x": grad}
         self._same_results(plain, results, "around a region that is run again")
+
+    def test_what_a_region_makes_is_freed(self) -> None:
+        """After a run, whether or not its backward comes, nothing of it is there but what a pool has kept from before.
+
+        Until backward, a policy that runs regions again holds nothing that one made, and a policy of the mechanism
+        recompute or offload less than there is without it.
+        """
+        region = self._offered()[0]
+        name = self.plugin.name
+        with self._named(region):
+            for kind_of_run, nbytes in left_behind(self.policy(), region).items():
+                what = f"{name} holds {nbytes:,} bytes more after each run of a region, {kind_of_run}."
+                assert not nbytes, f"{what} Free what was saved as soon as backward has used it, or its graph is gone."
+            if self.plugin.runs_again or self.plugin.mechanism in FREEING:
+                held = held_until_backward(self.policy(), region)
+                without = held_until_backward(None, region)
+                is_less = not held if self.plugin.runs_again else held < without
+                what = f"{name} holds {held:,} bytes of what a region made until backward, and {without:,} are held"
+                assert is_less, f"{what} without it. Keep no reference to what is saved."
 
     def test_regions_are_told_apart(self) -> None:
         """A policy that wraps two functions runs the right one."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moefw.core.contracts import MemoryPolicy
 from moefw.core.stages import Routing
@@ -22,6 +27,8 @@ from moefw.testing.suites.runs import global_batch, open_model
 LARGE = (70_001, 2**21 + 1)
 """Elements of large tensors: more than 2^16 and 2^21, and no multiples of any block."""
 MICRO_BATCHES = 2
+RUNS: Final = 3
+"""Runs of a region until a policy has all the pools that it will have."""
 
 
 @dataclass(kw_only=True)
@@ -150,6 +157,78 @@ def halves_of_a_storage(policy: MemoryPolicy | None, region: str) -> dict[str, T
     out: Tensor = (function if policy is None else policy.wrap(region, function))(x)
     (grad,) = torch.autograd.grad(out, x, probe)
     return {"the output": out.detach(), "the gradient of x": grad}
+
+
+class _Storages(TorchDispatchMode):
+    """Notes each storage that operators return, with its bytes, and whether it is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.noted: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(returned):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self.noted.setdefault(reference.cdata, (reference, storage.nbytes()))
+        return returned
+
+    def alive(self, *, but: Collection[int]) -> int:
+        """Bytes of the storages that are still there, other than those of the keys ``but``."""
+        gc.collect()
+        return sum(size for key, (reference, size) in self.noted.items() if key not in but and not reference.expired())
+
+
+def held_until_backward(policy: MemoryPolicy | None, region: str) -> int:
+    """Bytes of what a region makes for itself that are there after its forward. With policy None, it is not wrapped."""
+    made: list[StorageWeakRef] = []
+
+    def function(x: Tensor) -> Tensor:
+        for operation in (torch.exp, torch.sin, torch.exp):
+            x = operation(x)
+            made.append(StorageWeakRef(x.untyped_storage()))
+        return x.cos()
+
+    x = torch.linspace(0.0, 1.0, LARGE[-1], requires_grad=True)
+    out: Tensor = (function if policy is None else policy.wrap(region, function))(x)
+    gc.collect()
+    held = out.nbytes * sum(not storage.expired() for storage in made)
+    out.sum().backward()  # of a policy that began something in forward
+    return held
+
+
+def left_behind(policy: MemoryPolicy, region: str) -> dict[str, int]:
+    """Bytes of tensors of a region's third run that are there after all of its results are gone, by kind of run.
+
+    Those of a pool are there from its first run on.
+    """
+    return {
+        "forward and backward": _left_by_the_last(partial(_forward_and_backward, policy, region)),
+        "a forward without backward": _left_by_the_last(partial(_forward, policy, region)),
+        "a forward without gradients": _left_by_the_last(torch.no_grad()(partial(_forward, policy, region))),
+    }
+
+
+def _left_by_the_last(run: Callable[[], object]) -> int:
+    storages = _Storages()
+    with storages:
+        for _ in range(RUNS):
+            earlier = set(storages.noted)
+            run()
+    return storages.alive(but=earlier)
+
+
+def _forward(policy: MemoryPolicy, region: str) -> Tensor:
+    """Output of a region that saves several tensors."""
+    x = torch.linspace(0.0, 1.0, LARGE[0], requires_grad=True)
+    out: Tensor = policy.wrap(region, lambda x: x.exp().sin().exp().cos())(x)
+    return out
+
+
+def _forward_and_backward(policy: MemoryPolicy, region: str) -> None:
+    _forward(policy, region).sum().backward()
 
 
 def around_a_recomputed_region(policy: MemoryPolicy, region: str) -> tuple[int, dict[str, Tensor]]:

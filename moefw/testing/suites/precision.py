@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moefw.core.contracts import Meter, Precision
+from moefw.core.contracts import Meter
 from moefw.core.errors import PlanError
 from moefw.core.facts import ANY
 from moefw.core.plugin import PrecisionPlugin
@@ -24,6 +24,7 @@ from moefw.testing.layer_case import LayerCase, build_layer
 from moefw.testing.oracle import Rule, dense_moe
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites.outliers import ROWS, error_by_row, with_outlier
+from moefw.testing.suites.part import StatelessPartChecks
 from moefw.testing.suites.precision_draws import RandomRounding
 from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.runs import open_context, row_alignment
@@ -77,7 +78,7 @@ OPERANDS = st.builds(
 )
 
 
-class PrecisionSuite(RandomRounding, ReplayChecks):
+class PrecisionSuite(RandomRounding, ReplayChecks, StatelessPartChecks):
     """Tests a precision recipe against its contract."""
 
     plugin: ClassVar[type[PrecisionPlugin]]
@@ -109,10 +110,20 @@ class PrecisionSuite(RandomRounding, ReplayChecks):
     def recipe(self) -> Any:
         """Recipe of one layer."""
         context, assembly = open_context(self._fitting())
-        recipe = assembly.parts.precision.build(context)
-        is_recipe = isinstance(recipe, Precision)
-        assert is_recipe, f"{self.plugin.name} builds something that is no moefw.Precision."
-        return recipe
+        return assembly.parts.precision.build(context)
+
+    def _smallest_case(self) -> LayerCase:
+        return self._fitting()
+
+    def _user(self) -> Callable[[int], object]:
+        recipe = self.recipe()
+
+        def use(seed: int) -> None:
+            for role, during in itertools.product(get_args(Role), get_args(GemmPass)):
+                drawn = Operand(rows=32, blocks=1, experts=0, turned=False, role=role, during=during, seed=seed)
+                self._quantize(recipe, drawn.tensor(self.block, recipe.residual_dtype), drawn)
+
+        return use
 
     def _fitting(self, **settings: Any) -> LayerCase:
         """Layer case with a GEMM that takes the operands."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,11 +12,11 @@ from attrs import evolve
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moefw.core.contracts import Router
 from moefw.core.errors import PlanError
 from moefw.core.stages import Batch, Routing
 from moefw.runtime.naming import initialise
 from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.part import StatelessPartChecks
 from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.routing_case import (
     SEQUENCES,
@@ -42,7 +42,7 @@ NEAR_TIES = 0.05
 """Largest difference of an expert's load, 1 = fair share: a few choices between nearly equal scores."""
 
 
-class RouterSuite(ReplayChecks):
+class RouterSuite(ReplayChecks, StatelessPartChecks):
     """Tests a router against its contract."""
 
     dims: ClassVar[Mapping[str, int]] = {"num_experts": 8, "top_k": 2, "dim": 16, "expert_dim": 16}
@@ -54,9 +54,7 @@ class RouterSuite(ReplayChecks):
         """Router of a layer with random parameters, in training mode; ``dims`` in place of those of the suite."""
         context, assembly = open_context(self.layer_case(**dims) if dims else self._sized())
         with torch.random.fork_rng():
-            router = assembly.parts.routing.build(evolve(context, site=evolve(context.site, layer=layer)))
-        assert isinstance(router, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
-        assert isinstance(router, Router), f"{self.plugin.name} builds something that is no moefw.Router."
+            router: Any = assembly.parts.routing.build(evolve(context, site=evolve(context.site, layer=layer)))
         initialise(router, seed=seed, std=lambda _: 0.3)
         return router
 
@@ -64,6 +62,20 @@ class RouterSuite(ReplayChecks):
     def _replay_sizes(self) -> Mapping[str, int]:
         """Those of the suite."""
         return self.dims
+
+    def _smallest_case(self) -> LayerCase:
+        return self._sized()
+
+    def _user(self) -> Callable[[int], object]:
+        router = self.router()
+
+        def use(seed: int) -> None:
+            tokens = Tokens(sequences=2, positions=5, seed=seed)
+            weights_TK = router(tokens.x(self.dims["dim"]), tokens.batch(loss_scale=torch.tensor(1.0))).weights_TK
+            if weights_TK.requires_grad:
+                torch.autograd.grad(weights_TK.sum(), [*router.parameters()], allow_unused=True)
+
+        return use
 
     def _sized(self) -> LayerCase:
         """Layer case of the sizes of the suite, which the plugin must accept."""

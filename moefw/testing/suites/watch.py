@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from functools import partial
 from typing import Any
@@ -19,6 +22,32 @@ _FOREIGN = ("torch.", "builtins", "moefw.core", "abc", "typing", "hypothesis", "
 def held(part: object) -> dict[str, object]:
     """State of a part by path: bits of tensors, attributes, closures; no gradients."""
     return dict(_walk(part, "", {}))
+
+
+def held_by_modules(plugin: type) -> dict[str, object]:
+    """Data of the modules of a plugin's package, and of the classes that they define, by path.
+
+    Of a built-in plugin, of the package that its own module is in.
+    """
+    own = plugin.__module__
+    package = own.partition(".")[0]
+    if package == "moefw":
+        package = sys.modules[own].__package__ or own
+    inside = [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]
+    return {path: value for name in sorted(inside) for path, value in _data_of(sys.modules[name])}
+
+
+def _data_of(module: types.ModuleType) -> Iterator[tuple[str, object]]:
+    """Yield the data of a module: its own values and those of its classes and functions, each for itself."""
+    for name, value in list(vars(module).items()):
+        path = f"{module.__name__}.{name}"
+        if isinstance(value, type):
+            if value.__module__ == module.__name__:
+                for attribute, data in vars(value).items():
+                    if _is_data(attribute.lstrip("_"), data) and not attribute.startswith("__"):
+                        yield from _walk(data, f"{path}.{attribute}", {})
+        elif not name.startswith("__") and not isinstance(value, types.ModuleType):
+            yield from _walk(value, path, {})
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
@@ -80,7 +109,7 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a container, function or object by name; none of types, modules and functions written in C."""
     if isinstance(thing, Mapping):
         yield from ((str(key), value) for key, value in thing.items())
-    elif isinstance(thing, list | tuple):
+    elif isinstance(thing, list | tuple | deque):
         yield from ((str(index), value) for index, value in enumerate(thing))
     elif isinstance(thing, Set):
         yield "members", sorted(map(repr, thing))
@@ -88,7 +117,10 @@ def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
     elif isinstance(thing, types.MethodType):
         yield from (("self", thing.__self__), ("func", thing.__func__))
+    elif isinstance(thing, itertools.count):
+        yield "next", repr(thing)
     elif isinstance(thing, types.FunctionType):
+        yield from vars(thing).items()
         for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents
