@@ -78,7 +78,7 @@ FACTS: Final[Mapping[str, Fact]] = {
         Fact("axis", "axis {}", "some", ("parallel",), itemised=True),
         Fact("axis_divides", "a size of axis {} that divides {}", "some dividing", ("parallel",), itemised=True),
         Fact("split", "a model that is split along {}", "some", ("model",), itemised=True),
-        Fact("core", "attention around the core {}", "one of", ("attention",)),
+        Fact("core", "attention around the core {}", "one of", ("attention",), values=("sdpa", "flex", "own")),
         Fact("heads", "attention heads that {} ranks share evenly", "multiple", ("attention",)),
         Fact(
             "logits",

@@ -56,6 +56,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     ),
     (gemms.CountsInItsModule, "the_modules_of_its_package", "writes broken_gemms._SEEN"),
     (gemms.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'biass'"),
+    (gemms.MisspellsAMechanism, "its_offers_are_values", "for 'recompte'. Did you mean 'recompute'?"),
     (gemms.ReturnsHalf, "outputs_and_gradients", "torch.float32 is right"),
 ]
 

@@ -298,6 +298,10 @@ class MisspellsItsOffer(PlainExperts):
     promised = moefw.offers(formula=("swiglu", "biass"))
 
 
+class MisspellsAMechanism(PlainExperts):
+    promised = moefw.offers(region=(("moe_act", "recompte"),))
+
+
 class ForgetsTheKeys(PlainExperts):
     promised = {"by_pass": True, "row_keys": True}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Final
 
 import pytest
 
-from moefw.core.errors import MoefwError, PluginError
+from moefw.core.errors import MoefwError, PluginError, closest
+from moefw.core.facts import ANY, Offers
 from moefw.core.kinds import kind_of
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.suites.base import Suite
@@ -19,6 +20,9 @@ from moefw.testing.suites.watch import changed, held_by_modules
 
 FIRST: Final = "test_it_builds_a_part_whose_methods_take_what_they_are_called_with"
 """The check without which no other one is of use."""
+
+MECHANISMS: Final = ("keep", "recompute", "offload", "stash")
+"""Mechanisms of built-in memory policies."""
 
 
 class PartChecks(Suite):
@@ -56,7 +60,8 @@ class PartChecks(Suite):
     def test_its_offers_are_values_that_parts_may_need(self) -> None:
         """No part needs a misspelt value, and nothing else tells that the offer is of no use."""
         assembly = self._smallest_case().assemble()
-        wrong = unknown_offers(self._declared(assembly).offers(assembly.site.at(0)))
+        offered = self._declared(assembly).offers(assembly.site.at(0))
+        wrong = [*unknown_offers(offered), *_misspelt_mechanisms(offered)]
         assert not wrong, "\n".join(f"{self.plugin.name} {fault}" for fault in wrong)
 
     def _faults_of_part(self) -> list[str]:
@@ -83,6 +88,15 @@ class PartChecks(Suite):
         kind = kind_of(self.plugin)
         chosen = getattr(assembly.parts, kind.key)
         return chosen[0] if kind.many else chosen
+
+
+def _misspelt_mechanisms(offered: Offers) -> Iterator[str]:
+    """Yield what is wrong with regions that are offered for a word that is nearly a mechanism: others are free."""
+    regions = offered.get("region", ())
+    for region, mechanism in () if regions == ANY else regions:
+        meant = closest(mechanism, MECHANISMS)
+        if meant is not None and mechanism != meant:
+            yield f"offers the region {region!r} for {mechanism!r}. Did you mean {meant!r}?"
 
 
 class StatelessPartChecks(PartChecks):
