@@ -70,6 +70,8 @@ def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], mad
     ("plugin", "says"),
     [
         (gemms.BuildsNothing, "(distribution this test 0) has no build(). Write one that returns a moefw.ExpertGemm."),
+        (gemms.BuildsWithoutAContext, "is called as build(context): too many positional arguments"),
+        (gemms.AsksWithoutASite, "needs(): TypeError: "),
         (gemms.BuildsALayer, "build(): it returns a Linear, and not a moefw.ExpertGemm."),
     ],
 )

@@ -408,6 +408,22 @@ class BuildsNothing(GemmPlugin):
 
 
 @frozen
+class AsksWithoutASite(Plain):
+    name: ClassVar[str] = "asks-without-a-site"
+
+    def needs(self) -> Sequence[moefw.Need]:  # type: ignore[override]
+        return ()
+
+
+@frozen
+class BuildsWithoutAContext(Plain):
+    name: ClassVar[str] = "builds-without-a-context"
+
+    def build(self) -> moefw.ExpertGemm:  # type: ignore[override]
+        raise AssertionError("it is not called")
+
+
+@frozen
 class BuildsALayer(Plain):
     name: ClassVar[str] = "builds-a-layer"
 

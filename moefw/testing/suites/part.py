@@ -71,17 +71,15 @@ class PartChecks(Suite):
         return self._faults or []
 
     def _look(self) -> list[str]:
-        context, assembly = open_context(self._smallest_case())
-        plugin = self._declared(assembly)
         kind = kind_of(self.plugin)
-        wrong = misfits(plugin, kind.base)
-        if wrong or kind.contract is None:
-            return wrong
+        assert kind.contract is not None, f"nothing is built of {kind.one}"
         try:
-            part = assembly.registry.built(plugin, context)
+            context, assembly = open_context(self._smallest_case())
+            plugin = self._declared(assembly)
+            wrong = misfits(plugin, kind.base)
+            return wrong or misfits(assembly.registry.built(plugin, context), resolve_name(kind.contract))
         except PluginError as error:
             return [str(error)]
-        return misfits(part, resolve_name(kind.contract))
 
     def _declared(self, assembly: Any) -> Any:
         """The plugin with its options, as an assembly has it."""
