@@ -44,7 +44,8 @@ def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     kept = types.ModuleType("imaginary.kept")
     own = type("Counted", (), {"_seen": [], "__module__": kept.__name__})
     data = {"number": 1, "tensor": torch.zeros(2), "rows": deque([1]), "next_id": itertools.count()}
-    vars(kept).update(data, Counted=own, told=types.FunctionType(told.__code__, {}))
+    function = types.FunctionType(told.__code__, {"__name__": kept.__name__})
+    vars(kept).update(data, Counted=own, told=function, kernel=types.SimpleNamespace(compiled=[]))
     for name in ("imaginary", "imaginary.plugin", "imaginary_other"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, kept.__name__, kept)
@@ -73,8 +74,9 @@ def test_what_a_module_of_the_package_keeps_is_seen(
     assert changed(before, held_by_modules(plugin)) == [f"imaginary.kept.{path}"]
 
 
-def test_another_package_is_not_looked_at(package: types.ModuleType) -> None:
+def test_another_package_and_its_objects_are_not_looked_at(package: types.ModuleType) -> None:
     plugin = type("Plugin", (), {"__module__": "imaginary.plugin"})
     before = held_by_modules(plugin)
     vars(sys.modules["imaginary_other"])["number"] = 1
+    package.kernel.compiled.append("for sm_90")
     assert changed(before, held_by_modules(plugin)) == []

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_DATA = (*_PLAIN, Tensor, Mapping, Set, list, tuple, deque, itertools.count)
+"""What is looked into in a module, whoever wrote its type."""
+_OF_CLASS = (list, dict, set, int, float, Tensor)
+"""Data of a class that a method may change."""
 _FOREIGN = ("torch.", "builtins", "moefw.core", "abc", "typing", "hypothesis", "threading")
 """Modules of base classes whose data on the class is not the part's own."""
 
@@ -33,21 +37,39 @@ def held_by_modules(plugin: type) -> dict[str, object]:
     package = own.partition(".")[0]
     if package == "moefw":
         package = sys.modules[own].__package__ or own
-    inside = [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]
-    return {path: value for name in sorted(inside) for path, value in _data_of(sys.modules[name])}
+    modules = [name for name in sys.modules if _is_in(name, package)]
+    return {path: value for name in sorted(modules) for path, value in _data_of(sys.modules[name], package)}
 
 
-def _data_of(module: types.ModuleType) -> Iterator[tuple[str, object]]:
-    """Yield the data of a module: its own values and those of its classes and functions, each for itself."""
+def _is_in(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+def _data_of(module: types.ModuleType, package: str) -> Iterator[tuple[str, object]]:
+    """Yield the data of a module: its own values and those of its classes and functions, each for itself.
+
+    Objects of other packages, such as compiled kernels, have caches and are not looked into.
+    """
     for name, value in list(vars(module).items()):
         path = f"{module.__name__}.{name}"
         if isinstance(value, type):
             if value.__module__ == module.__name__:
-                for attribute, data in vars(value).items():
-                    if _is_data(attribute.lstrip("_"), data) and not attribute.startswith("__"):
-                        yield from _walk(data, f"{path}.{attribute}", {})
-        elif not name.startswith("__") and not isinstance(value, types.ModuleType):
+                for attribute, data in _data_of_class(value):
+                    yield from _walk(data, f"{path}.{attribute}", {})
+        elif not name.startswith("__") and (isinstance(value, _DATA) or _is_in(_home(value), package)):
             yield from _walk(value, path, {})
+
+
+def _data_of_class(kind: type) -> Iterator[tuple[str, object]]:
+    """Yield the values of a class that a method may change, private ones among them, by name."""
+    for name, value in list(vars(kind).items()):
+        if not name.startswith("__") and isinstance(value, _OF_CLASS):
+            yield name, value
+
+
+def _home(thing: object) -> str:
+    """Name of the module in which a function, or the class of an object, is written."""
+    return str(getattr(thing if isinstance(thing, types.FunctionType) else type(thing), "__module__", ""))
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
@@ -149,4 +171,4 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_data(name: str, value: Any) -> bool:
     """Whether a class attribute is a value that a method may change: neither private nor code."""
-    return not name.startswith("_") and isinstance(value, list | dict | set | int | float | Tensor)
+    return not name.startswith("_") and isinstance(value, _OF_CLASS)
