@@ -81,8 +81,7 @@ class LayerContext(BuildContext):
     """Context of one layer's parts. ``recipes``: the precision recipe and its fallback.
 
     ``merges``: whether the forward of a micro-batch runs beside the backward of another. ``qk_clip``: the clip for
-    which the core of the attention is measured. ``built``: what builds
-    adapters, ``Registry.built``.
+    which the core of the attention is measured. ``built``: the method of the registry that builds adapters.
     """
 
     site: Site

@@ -380,6 +380,12 @@ class TestDeepCheck:
         assert problem["what"] == f"plugin 'empty' (distribution no-parts 1.5){what}"
         assert problem["fix"] == fix
 
+    def test_an_error_without_words_is_told_by_its_name(self, install, spec):
+        build = "def build(self, context): raise NotImplementedError"
+        install("no-words", dispatcher("wordless", OFFERS + build), names=["wordless"])
+        told = CliRunner().invoke(check, [spec, "dispatch.use=wordless", "--deep"], standalone_mode=False)
+        assert told.stdout.splitlines()[-1] == "not built here: NotImplementedError"
+
     def test_says_what_this_machine_cannot_build(self, spec):
         precision = "precision={use: fp8-blockwise, backend: torch}"
         overrides = ["dispatch.use=alltoall", "run.device=cuda", precision]

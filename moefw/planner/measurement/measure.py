@@ -80,7 +80,7 @@ def try_to_build(assembly: Assembly) -> str:
     except PluginError:
         raise
     except (MoefwError, RuntimeError) as error:
-        return str(error)
+        return str(error) or type(error).__name__
     return ""
 
 

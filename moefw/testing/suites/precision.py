@@ -197,7 +197,7 @@ class PrecisionSuite(RandomRounding, ReplayChecks, StatelessPartChecks):
         self.for_all(check, OPERANDS)
 
     def test_no_value_of_a_large_operand_is_lost(self) -> None:
-        """Of up to ten blocks along each axis, the last of which need not be full along rows."""
+        """Of ten blocks along one axis, or of some along both, the last of which need not be full along rows."""
         recipe = self.recipe()
         allowed = self._rtol()
         shapes = ((7, 10), (10 * self.block - 7, 1), (3 * self.block + 4, 4))
