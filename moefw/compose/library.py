@@ -186,7 +186,7 @@ def build_layer(
     all layers or delayed scaling.
     """
     sizes = {"dim": dim, "expert_dim": expert_dim, "num_experts": num_experts, "top_k": top_k}
-    (layer,) = build_layers("build_layer()", sizes, sections, device)
+    (layer,) = build_layers(assemble_layers("build_layer()", sizes, sections, device), device)
     initialise(layer.moe, seed=seed, std=lambda name: 0.0 if name.endswith(".bias") else init_std)
     return layer
 
@@ -200,18 +200,18 @@ class _Arguments(Marks):
         return Marks.where(self, path[1:] if path[:1] == ("model",) else path)
 
 
-def build_layers(caller: str, sizes: Mapping[str, Any], sections: Sections, device: str) -> Iterator[Layer]:
+def build_layers(assembly: Assembly, device: str) -> Iterator[Layer]:
     """Layers of the same sizes, not initialised, that share one layout and one dispatcher.
 
-    Each is built when it is asked for; problems are raised at once.
+    Each is built when it is asked for.
     """
-    assembly = _assemble(caller, sizes, sections, device)
     shared = Shared()
     parts = ModelParts(assembly, open_layout(assembly, device), torch.device(device), shared)
     return (Layer(parts, number, shared) for number in assembly.layers)
 
 
-def _assemble(caller: str, sizes: Mapping[str, Any], sections: Sections, device: str) -> Assembly:
+def assemble_layers(caller: str, sizes: Mapping[str, Any], sections: Sections, device: str) -> Assembly:
+    """Assembly of layers of these sizes. Raises SpecError, PluginError or PlanError with every problem."""
     _require_sections(caller, sections)
     world = dist.get_world_size() if dist.is_initialized() else 1
     tree: Tree = {

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor, nn
 
-from moefw.compose.library import Layer, LayerOutput, Sections, build_layers
+from moefw.compose.assembly import Assembly
+from moefw.compose.block_weights import Place, Saving, take_over
+from moefw.compose.library import Layer, LayerOutput, Sections, assemble_layers, build_layers
 from moefw.compose.spec.sections import over
-from moefw.core.errors import ContractError, SpecError
+from moefw.core.errors import ContractError, Problem, SpecError
 from moefw.models.huggingface.blocks import Block, blocks_of, problems_of
-from moefw.runtime.naming import by_parameter
-from moefw.runtime.parallel.local_shards import all_of
+from moefw.models.huggingface.written import computed_routing
 
 
 @final
@@ -36,8 +38,9 @@ class ReplacedBlock(nn.Module):
 class ReplacedBlocks:
     """The layers in a model, all of which act together."""
 
-    def __init__(self, blocks: list[ReplacedBlock]) -> None:
+    def __init__(self, blocks: list[ReplacedBlock], saving: Saving) -> None:
         self._blocks = blocks
+        self._saving = saving
 
     @property
     def layers(self) -> list[Layer]:
@@ -66,6 +69,17 @@ class ReplacedBlocks:
         for layer in self.layers:
             layer.average_gradients()
 
+    def save_pretrained(self, path: str | Path, **options: Any) -> None:
+        """Write the model as the folder that it would be with its blocks, which ``transformers`` loads. Collective.
+
+        Rank 0 writes. On one rank that has all experts, ``model.save_pretrained`` does the same. Weights get the dtype
+        that those of the block had. ``options``: those of ``transformers``, such as ``max_shard_size``.
+
+        Raises SpecError where the blocks would compute something else with these weights, as beside an expert bias, and
+        CheckpointError on every rank if ``path`` cannot be written.
+        """
+        self._saving.together(path, **options)
+
     def close(self) -> None:
         """Free what exists once in the process: see :meth:`moefw.Layer.close`."""
         for layer in self.layers:
@@ -89,28 +103,35 @@ def replace_moe(model: nn.Module, **sections: Unpack[Sections]) -> ReplacedBlock
     _refuse_router_logits(model, (), {})
     routing: Any = over({"routing": dict(blocks[0].routing)}, {"routing": sections.get("routing", {})})["routing"]
     sizes = {**blocks[0].sizes, "num_layers": len(blocks)}
-    layers = build_layers("replace_moe()", sizes, {**sections, "routing": routing}, blocks[0].device)
+    device = blocks[0].device
+    assembly = assemble_layers("replace_moe()", sizes, {**sections, "routing": routing}, device)
+    differing = _differences(assembly, blocks[0])
     model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     replaced = []
-    for layer in layers:
+    places = []
+    for layer in build_layers(assembly, device):
         block = blocks.pop(0)  # no reference to it stays, so its weights are free before the next layer is built
         take_over(layer, block)
+        places.append(Place.of(layer, block))
         replaced.append(ReplacedBlock(layer.train(block.module.training)))
         block.replace(replaced[-1])
-    return ReplacedBlocks(replaced)
+    return ReplacedBlocks(replaced, Saving(model, places, differing))
 
 
-@torch.no_grad()
-def take_over(layer: Layer, block: Block) -> None:
-    """Copy the weights of a block, of the experts that this rank holds. What the block has none of is zero."""
-    for parameter, pieces in by_parameter(layer.moe):
-        with all_of(parameter) as values:
-            for piece in pieces:
-                weight = block.origin(piece.name)
-                if weight is None:
-                    piece.of(values).zero_()
-                else:
-                    piece.of(values).copy_(weight if piece.shard is None else piece.shard.of(weight))
+def _differences(assembly: Assembly, block: Block) -> list[Problem]:
+    """Why blocks of ``transformers`` would not compute what layers do with the same weights."""
+    found = assembly.resolved()["routing"]
+    kind = type(block.module).__name__
+    fix = "Keep model.state_dict(), which a model with the same layers loads."
+    if found["use"] != "topk":
+        return [Problem(f"{kind} does not route like {found['use']}, so save_pretrained() has no layout for it.", fix)]
+    wanted = assemble_layers("replace_moe()", block.sizes, {"routing": block.routing}, "cpu").resolved()
+    computed = computed_routing(wanted["routing"])
+    return [
+        Problem(f"routing.{name} {value!r} is not what {kind} computes ({computed[name]!r}).", fix)
+        for name, value in computed_routing(found).items()
+        if value != computed[name]
+    ]
 
 
 def _refuse_router_logits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from moefw.models.huggingface.families import FAMILIES
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.stored import Description
 from moefw.models.huggingface.writing import Written, lay_out
-from moefw.models.huggingface.written import configurations, dense_layers
+from moefw.models.huggingface.written import computed_routing, configurations, dense_layers
 from moefw.plugins.data.source import tokenizer_beside
 from moefw.runtime.attention.rope_options import OWN
 from moefw.runtime.finite import all_finite
@@ -177,12 +177,8 @@ def _computed(model: Tree, attention: Tree, routing: Tree) -> Iterator[tuple[str
     for name, value in attention.items():
         if name not in ("kernel", "rope"):
             yield f"attention.{name}", value
-    for name in ("score", "scale", "bias", "groups", "capacity"):
-        yield f"routing.{name}", routing[name]
-    yield "routing.pre_softmax", bool(routing["pre_softmax"])
-    yield "routing.renormalise", routing["renormalise"] is not False
-    biased = any(rule["kind"] == "expert_bias" for rule in routing["balance"])
-    yield "routing.balance", "expert_bias" if biased else "no bias"
+    for name, value in computed_routing(routing).items():
+        yield f"routing.{name}", value
 
 
 def _exported(saved: Reader) -> list[str]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import moefw
-from hf_models import MODELS, SIZES, VOCABULARY, theirs
+from hf_models import MODELS, SIZES, VOCABULARY, same, theirs
 from moefw.models.huggingface.blocks import blocks_of
 from moefw.runtime.naming import by_parameter
 from moefw.testing.pool import RankPool
@@ -79,6 +81,89 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
             close(stacked(layer, name, [*range(8)]), gradient, name)
     assert moe.losses() == 0
     assert torch.allclose(model.eval()(input_ids=ids(1)).logits, before.eval()(input_ids=ids(1)).logits, atol=1e-5)
+
+
+def trained(model: Any, **sections: Any) -> Any:
+    """What replaces the blocks of a model, after a step that has changed every layer."""
+    moe = moefw.replace_moe(model, **sections)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=ids(0), labels=ids(0)).loss.backward()
+    moe.average_gradients()
+    optimizer.step()
+    return moe
+
+
+@pytest.mark.parametrize("case", ["mixtral", "olmoe, normalised", "qwen3_moe, a dense layer"])
+def test_a_saved_model_is_one_of_transformers_again(case: str, tmp_path: Path) -> None:
+    model = oracle(case)
+    model.save_pretrained(tmp_path / "before")
+    trained(model)
+    model.save_pretrained(tmp_path / "after")
+    assert stored(tmp_path / "after").keys() == stored(tmp_path / "before").keys()
+    again = type(model).from_pretrained(tmp_path / "after").eval()
+    close(again(input_ids=ids(1)).logits, model.eval()(input_ids=ids(1)).logits, "logits")
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_model_in_bf16_is_saved_in_bf16(tmp_path: Path) -> None:
+    model = oracle("mixtral").bfloat16()
+    model.save_pretrained(tmp_path / "before")
+    moefw.replace_moe(model)
+    model.save_pretrained(tmp_path / "after")
+    assert same(stored(tmp_path / "before"), stored(tmp_path / "after"))
+
+
+def saved_on_ranks(case: str, folder: Path) -> str:
+    """What ``save_pretrained`` of the model says where ranks share experts; that of the layers saves."""
+    model = oracle(case)
+    moe = trained(model, parallel={"experts": {"ep": 2}})
+    moe.save_pretrained(folder)
+    with pytest.raises(moefw.ContractError) as refused:
+        model.save_pretrained(folder)
+    moe.close()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_ranks_that_share_experts_save_them_all(pool: RankPool, case: str, tmp_path: Path) -> None:
+    refusals = pool.run(saved_on_ranks, 2, case, tmp_path / "shared")
+    assert all("Call save_pretrained(path) of what replace_moe() returned" in refusal for refusal in refusals)
+    alone = oracle(case)
+    trained(alone)
+    alone.save_pretrained(tmp_path / "alone")
+    shared = stored(tmp_path / "shared")
+    for name, tensor in stored(tmp_path / "alone").items():
+        assert torch.allclose(shared[name], tensor, atol=1e-6), name  # every rank has the tokens of rank 0
+
+
+@pytest.mark.parametrize(
+    ("routing", "told"),
+    [
+        ({"scale": 2.0}, r"routing\.scale 2\.0 is not what MixtralSparseMoeBlock computes \(1\.0\)"),
+        ({"score": "sigmoid", "balance": [{"kind": "expert_bias"}]}, r"routing\.balance 'expert_bias' is not what"),
+    ],
+)
+def test_a_model_that_transformers_would_compute_otherwise_is_not_saved(
+    routing: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    model = oracle("mixtral")
+    moe = moefw.replace_moe(model, routing=routing)
+    for save in (model.save_pretrained, moe.save_pretrained):
+        with pytest.raises(moefw.SpecError, match=told):
+            save(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize("options", [{"state_dict": {}}, {"distributed_checkpoint": True}])
+def test_what_would_lose_experts_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    model = oracle("mixtral")
+    moefw.replace_moe(model)
+    (name,) = options
+    with pytest.raises(moefw.ContractError, match=f"whose MoE blocks are replaced: a {name}= has layers in the place"):
+        model.save_pretrained(tmp_path / "folder", **options)
 
 
 def on_ranks(case: str) -> tuple[Tensor, list[dict[str, Tensor]], list[int]]:

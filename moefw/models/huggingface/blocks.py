@@ -49,18 +49,24 @@ class Block:
         """Kind of the device that holds the weights."""
         return str(self.module.gate.weight.device.type)
 
-    def origin(self, name: str) -> Tensor | None:
-        """View of the weight that a layer of ours calls ``name``; None: the block has none."""
-        held = {f"model.layers.0.mlp.{own}": weight for own, weight in self.module.named_parameters()}
-        for origin in origins_of(f"layers.0.moe.{name}", DECODER):
-            if origin.name in held:
-                view: Tensor = origin.of(held[origin.name])
-                return view
-        return None
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The weights of the block by its own names."""
+        return {name: weight.detach() for name, weight in self.module.named_parameters()}
 
     def replace(self, module: nn.Module) -> None:
         """Put ``module`` in the place of the block."""
         setattr(self.parent, self.name.rpartition(".")[2], module)
+
+
+def view_of(name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """View of the weight that a layer of ours calls ``name`` in ``tensors`` of a block; None: the block has none."""
+    for origin in origins_of(f"layers.0.moe.{name}", DECODER):
+        tensor = tensors.get(origin.name.removeprefix("model.layers.0.mlp."))
+        if tensor is not None:
+            view: Tensor = origin.of(tensor)
+            return view
+    return None
 
 
 def blocks_of(model: nn.Module) -> list[Block]:

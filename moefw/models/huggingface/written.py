@@ -14,6 +14,17 @@ def dense_layers(model: Tree) -> list[int]:
     return sorted({*range(model["num_dense_layers"]), *model["dense_layers"]})
 
 
+def computed_routing(routing: Tree) -> dict[str, Any]:
+    """Options of a resolved ``topk`` on which logits depend, in a form that is equal where these are."""
+    biased = any(rule["kind"] == "expert_bias" for rule in routing["balance"])
+    return {
+        **{name: routing[name] for name in ("score", "scale", "bias", "groups", "capacity")},
+        "pre_softmax": bool(routing["pre_softmax"]),
+        "renormalise": routing["renormalise"] is not False,
+        "balance": "expert_bias" if biased else "no bias",
+    }
+
+
 def _decoder(model: Tree, attention: Tree) -> dict[str, Any]:
     rope = attention["rope"]
     trained = attention["rope"]["trained_positions"] or 4096
