@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import click
 
 from moefw.commands import specs
+from moefw.compose.assembly import Assembly
+from moefw.core.errors import Problem, SpecError
 
 
 @click.command(name="eval")
@@ -15,8 +20,13 @@ from moefw.commands import specs
 @click.argument("overrides", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Evaluate the last checkpoint of RUN (a run's folder) on held-out text, on this process alone."""
+    """Evaluate the last checkpoint of RUN (a run's folder) on held-out text, on this process alone.
+
+    Options of data may name other text. Of the text of the run, only what it held out is evaluated.
+    """
     assembly = specs.read_run(run, overrides)
+    if overrides:
+        _require_held_out(specs.read_run(run, ()), assembly)
     from moefw.training.errors import NotFiniteError
     from moefw.training.evaluation import evaluation, zlib_bits_per_byte
     from moefw.training.trained import open_trained
@@ -42,3 +52,28 @@ def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
     click.echo(f"step {step}: {bits:.4f} bits a byte of held-out text ({nats:.4f} nats a token)")
     click.echo(f"zlib -9 needs {result['zlib_bits_per_byte']:.4f}")
     return 0
+
+
+def _require_held_out(trained: Assembly, evaluated: Assembly) -> None:
+    """Raise SpecError for text of the run of which another share is held out than in training."""
+    shares = {os.path.realpath(source["path"]): source["heldout"] for source in _sources(trained.resolved()["data"])}
+    problems = []
+    for source in _sources(evaluated.resolved()["data"]):
+        share = shares.get(os.path.realpath(source["path"]), source["heldout"])
+        if source["heldout"] != share:
+            what = f"the run held out {share:g} of {source['path']}, not {source['heldout']:g}, and trained on the rest."
+            problems.append(Problem(what, "Leave heldout out, or name other text.", "data.heldout"))
+    if problems:
+        raise SpecError(problems)
+
+
+def _sources(options: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the options of each source that names its text and the share of it that is held out, also inside a blend."""
+    if isinstance(options, Mapping):
+        if options.get("path") and options.get("heldout") is not None:
+            yield options
+        for value in options.values():
+            yield from _sources(value)
+    elif isinstance(options, list | tuple):
+        for item in options:
+            yield from _sources(item)

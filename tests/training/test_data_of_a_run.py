@@ -109,6 +109,20 @@ def test_a_run_is_evaluated_from_any_folder(spec: Path, monkeypatch: pytest.Monk
     assert json.loads(done.output)["step"] == 1
 
 
+def test_text_that_was_trained_on_is_not_evaluated_as_held_out(spec: Path) -> None:
+    CliRunner().invoke(train, [str(spec), "train.steps=1"], standalone_mode=False, catch_exceptions=False)
+    run = str(specs.read(str(spec), []).spec.run.dir)
+    refused = CliRunner().invoke(evaluate, [run, "data.heldout=0.5"])
+    text = spec.parent / "text.txt"
+    assert f"data.heldout: the run held out 0.05 of {text}, not 0.5, and trained on the rest." in str(refused.exception)
+    other = text.with_name("other.txt")
+    other.write_text("a dog jumps over a fox\n" * 200)
+    done = CliRunner().invoke(
+        evaluate, [run, f"data.path={other}", "data.heldout=0.5", "--json"], catch_exceptions=False
+    )
+    assert json.loads(done.output)["step"] == 1
+
+
 def test_what_names_no_file_stays_as_it_is_in_the_spec_of_a_run() -> None:
     assert Text().anchored() == Text()
     assert Text(tokenizer="bpe-300").anchored() == Text(tokenizer="bpe-300")
