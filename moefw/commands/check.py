@@ -23,9 +23,11 @@ def check(spec: str, overrides: tuple[str, ...], world: int | None, deep: bool, 
     """Report every problem of SPEC (with key=value overrides), without a GPU or a process group.
 
     Exits with 2 if there is any. --deep imports torch and what the parts import to be built, on tensors without memory.
+    So does a spec with train.weights, whose folder is compared with the model.
     """
     try:
-        assembly = specs.read(spec, overrides, world, data_here=True)
+        assembly = specs.read(spec, overrides, world, files_here=True)
+        unread = _compare_weights(assembly) if assembly.spec.train.weights is not None else ""
         unbuilt = _try_to_build(assembly) if deep else ""
     except MoefwError as error:
         if not as_json:
@@ -37,7 +39,7 @@ def check(spec: str, overrides: tuple[str, ...], world: int | None, deep: bool, 
     warnings = assembly.registry.warnings
     if as_json:
         report = {"ok": True, "problems": [], "notes": assembly.notes, "world": layout.world, "resolved": resolved}
-        click.echo(json.dumps({**report, "warnings": warnings, "unbuilt": unbuilt}))
+        click.echo(json.dumps({**report, "warnings": warnings, "unbuilt": unbuilt, "unread": unread}))
         return 0
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
@@ -49,9 +51,17 @@ def check(spec: str, overrides: tuple[str, ...], world: int | None, deep: bool, 
     click.echo("  ".join(f"{key}: {resolved[key]['use']}" for key in ("routing", "dispatch", "gemm", "precision")))
     for note in assembly.notes:
         click.echo(note)
+    if unread:
+        click.echo(f"train.weights is not compared here: {unread}")
     if deep:
         click.echo(f"not built here: {unbuilt}" if unbuilt else "every part builds")
     return 0
+
+
+def _compare_weights(assembly: Assembly) -> str:
+    from moefw.training.weights_of_a_spec import compare_weights
+
+    return compare_weights(assembly)
 
 
 def _try_to_build(assembly: Assembly) -> str:

@@ -25,8 +25,8 @@ def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
     Options of data may name other text. Of the text of the run, only what it held out is evaluated.
     """
     assembly = specs.read_run(run, overrides)
-    if overrides:
-        _require_held_out(specs.read_run(run, ()), assembly)
+    if any(override.startswith("data") for override in overrides):
+        require_held_out(specs.read_run(run, ()), assembly)
     from moefw.training.errors import NotFiniteError
     from moefw.training.evaluation import evaluation, zlib_bits_per_byte
     from moefw.training.trained import open_trained
@@ -54,26 +54,26 @@ def evaluate(run: str, overrides: tuple[str, ...], as_json: bool) -> int:
     return 0
 
 
-def _require_held_out(trained: Assembly, evaluated: Assembly) -> None:
+def require_held_out(trained: Assembly, evaluated: Assembly) -> None:
     """Raise SpecError for text of the run of which another share is held out than in training."""
-    shares = {os.path.realpath(source["path"]): source["heldout"] for source in _sources(trained.resolved()["data"])}
+    shares = dict(_shares(trained.resolved()["data"]))
     problems = []
-    for source in _sources(evaluated.resolved()["data"]):
-        share = shares.get(os.path.realpath(source["path"]), source["heldout"])
-        if source["heldout"] != share:
-            what = f"the run held out {share:g} of {source['path']}, not {source['heldout']:g}, and trained on the rest."
+    for path, share in _shares(evaluated.resolved()["data"]):
+        before = shares.get(path, share)
+        if share != before:
+            what = f"the run held out {before} of {path or 'its text'}, not {share}, and trained on the rest."
             problems.append(Problem(what, "Leave heldout out, or name other text.", "data.heldout"))
     if problems:
         raise SpecError(problems)
 
 
-def _sources(options: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the options of each source that names its text and the share of it that is held out, also inside a blend."""
+def _shares(options: Any) -> Iterator[tuple[str, float]]:
+    """Yield the text of each source and the share of it that is held out, also inside a blend; "": no file is named."""
     if isinstance(options, Mapping):
-        if options.get("path") and options.get("heldout") is not None:
-            yield options
+        if "path" in options and "heldout" in options:
+            yield os.path.realpath(options["path"]) if options["path"] else "", options["heldout"]
         for value in options.values():
-            yield from _sources(value)
+            yield from _shares(value)
     elif isinstance(options, list | tuple):
         for item in options:
-            yield from _sources(item)
+            yield from _shares(item)

@@ -23,13 +23,13 @@ def read(
     *,
     registry: Registry | None = None,
     trains: bool = True,
-    data_here: bool = False,
+    files_here: bool = False,
 ) -> Assembly:
     """Resolve a spec file, by default to train. Raises all its problems at once.
 
     A run's own spec must be as the run wrote it. ``registry``: one for several specs; None: a new one. ``trains``:
     problems are also those of what training alone needs, as far as they are known before data are opened.
-    ``data_here``: also those of files of data that this machine lacks.
+    ``files_here``: also those of files that this machine lacks, and of a folder that cannot hold the run.
     """
     path = Path(spec)
     if path.name == "spec.yaml" and path.is_file():
@@ -42,7 +42,7 @@ def read(
         world=world,
         trains=trains,
         for_run=trains,
-        data_here=data_here,
+        files_here=files_here,
     )
 
 

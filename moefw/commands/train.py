@@ -19,7 +19,8 @@ from moefw.commands.report import reported
 from moefw.commands.run_plan import planned_beside
 from moefw.commands.traces import STEPS, TraceFlags, traced
 from moefw.compose.assembly import Assembly
-from moefw.core.errors import SpecError
+from moefw.compose.local_files import WEIGHTS, weights_problems
+from moefw.core.errors import Problem, SpecError
 from moefw.system.folders import cache_dir
 from moefw.system.python import python
 from moefw.training.faults.rank import watched
@@ -81,7 +82,7 @@ def train(spec: str, overrides: tuple[str, ...], resume: str | None, ledger: boo
             with watched(run, ALONE, requests, memory_note=note):
                 assembly.parts.data.prepare(cache_dir())
         if not goes_on:
-            _spare_input(assembly)
+            _require_input(assembly)
         if leads:
             stack.enter_context(run_folder(assembly, resume=goes_on, again=which == "auto", tell=click.echo))
             if resume is None and job:
@@ -123,13 +124,18 @@ def _check_start(assembly: Assembly, spec: str) -> None:
         raise SpecError(f"{spec} is no file, and each of several ranks reads it.", "Write the spec to a file.")
 
 
-def _spare_input(assembly: Assembly) -> None:
-    """Refuse input from run.dir, as an earlier run there is moved aside."""
+def _require_input(assembly: Assembly) -> None:
+    """Refuse weights that are not there, and input from run.dir, as an earlier run there is moved aside."""
     run_dir = Path(assembly.spec.run.dir).resolve()
-    for option, value in specs.words(assembly.spec.data.options):
+    weights = assembly.spec.train.weights
+    problems = [] if weights is None else [*weights_problems(Path(weights))]
+    read = [(f"data.{option}", value) for option, value in specs.words(assembly.spec.data.options)]
+    for option, value in [*read, *([] if weights is None else [(WEIGHTS, weights)])]:
         if Path(value).exists() and Path(value).resolve().is_relative_to(run_dir):
-            what = f"data.{option}: {value} lies in run.dir, which gives way to the new run."
-            raise SpecError(what, "Copy it to another place, or use another run.dir.")
+            what = f"{value} lies in run.dir, which gives way to the new run."
+            problems.append(Problem(what, "Copy it to another place, or use another run.dir.", option))
+    if problems:
+        raise SpecError(problems)
 
 
 def _open_ledger(assembly: Assembly) -> None:

@@ -15,7 +15,7 @@ from moefw.compose.library import Layer, LayerOutput, Sections, assemble_layers,
 from moefw.compose.spec.sections import over
 from moefw.core.errors import ContractError, Problem, SpecError
 from moefw.models.huggingface.blocks import Block, blocks_of, problems_of
-from moefw.models.huggingface.written import computed_routing
+from moefw.models.huggingface.written import ROUTER, computed_routing
 
 
 @final
@@ -123,7 +123,7 @@ def _differences(assembly: Assembly, block: Block) -> list[Problem]:
     found = assembly.resolved()["routing"]
     kind = type(block.module).__name__
     fix = "Keep model.state_dict(), which a model with the same layers loads."
-    if found["use"] != "topk":
+    if found["use"] != ROUTER:
         return [Problem(f"{kind} does not route like {found['use']}, so save_pretrained() has no layout for it.", fix)]
     wanted = assemble_layers("replace_moe()", block.sizes, {"routing": block.routing}, "cpu").resolved()
     computed = computed_routing(wanted["routing"])

@@ -16,6 +16,7 @@ from moefw.compose.assembly import Assembly, ChosenPlugins, LayerAssembly
 from moefw.compose.batches import batch_problems
 from moefw.compose.fitting import RULES, match, offers_of, silence
 from moefw.compose.graphs import Asker, aligned_rows_problems, graph_needs, graph_problems
+from moefw.compose.local_files import file_problems
 from moefw.compose.machine import this_machine
 from moefw.compose.pipeline_schedule import PipelineSchedule
 from moefw.compose.registry import Registry
@@ -50,13 +51,13 @@ def assemble(
     machine: Machine | None = None,
     trains: bool = True,
     for_run: bool = False,
-    data_here: bool = False,
+    files_here: bool = False,
 ) -> Assembly:
     """Read a spec file and resolve it. Raises one SpecError, PluginError or PlanError that holds every problem.
 
     ``trains``: see :class:`moefw.Site`. ``for_run``: problems are also those of what a training run needs of its data
-    and its routes, as far as they are known before files are opened. ``data_here``: also those of files of data that
-    this machine lacks.
+    and its routes, as far as they are known before files are opened. ``files_here``: also those of files that this
+    machine lacks, and of a folder that cannot hold the run.
     """
     problems: list[Problem] = []
     tree, marks = read_spec_file(path, overrides, problems)
@@ -70,7 +71,7 @@ def assemble(
         machine=machine,
         trains=trains,
         for_run=for_run,
-        data_here=data_here,
+        files_here=files_here,
     )
 
 
@@ -85,7 +86,7 @@ def assemble_tree(
     machine: Machine | None = None,
     trains: bool = True,
     for_run: bool = False,
-    data_here: bool = False,
+    files_here: bool = False,
 ) -> Assembly:
     """Resolve a spec given as plain data, whose ``problems`` so far are given; see :func:`assemble`."""
     work = _Resolution(registry or Registry(), marks, problems, defaults, for_run)
@@ -112,8 +113,8 @@ def assemble_tree(
         work.check_graphs(layout, spec.train, layers)
     if for_run:
         work.check_routes(spec)
-    if data_here:
-        work.check_files()
+    if files_here:
+        work.check_files(spec)
     work.raise_problems()
     assert layout is not None, "a layout that is missing is a problem"
     assembly = Assembly(
@@ -500,8 +501,11 @@ class _Resolution:
                 for problem in route_problems(spec, _moe_layers(model.part)):
                     self.tell(key_path(problem.where), problem)
 
-    def check_files(self) -> None:
-        """Report files of data that this machine lacks."""
+    def check_files(self, spec: Spec) -> None:
+        """Report files that this machine lacks, of data and others, and a folder that cannot hold the run."""
+        with self.asking(()):
+            for problem in file_problems(spec.train.weights, spec.train.replay_routes, spec.run.dir):
+                self.tell(key_path(problem.where), problem)
         for placed in (*self.placed, *self.inner):
             if isinstance(placed.part, DataSourcePlugin):
                 for problem in self.listed(placed, "check_files", Problem):

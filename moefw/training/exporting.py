@@ -24,7 +24,7 @@ from moefw.models.huggingface.families import FAMILIES
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.stored import Description
 from moefw.models.huggingface.writing import Written, lay_out
-from moefw.models.huggingface.written import computed_routing, configurations, dense_layers
+from moefw.models.huggingface.written import ROUTER, computed_routing, configurations, dense_layers
 from moefw.plugins.data.source import tokenizer_beside
 from moefw.runtime.attention.rope_options import OWN
 from moefw.runtime.finite import all_finite
@@ -131,8 +131,9 @@ def config_of(resolved: Tree) -> dict[str, Any]:
     Raises CheckpointError with what the likeliest family of Hugging Face cannot say.
     """
     parts = [resolved[name] for name in ("model", "attention", "routing")]
-    if parts[2]["use"] != "topk":
-        raise CheckpointError(f"no family of Hugging Face routes like {parts[2]['use']}.", "Only topk can be exported.")
+    if parts[2]["use"] != ROUTER:
+        what = f"no family of Hugging Face routes like {parts[2]['use']}."
+        raise CheckpointError(what, f"Only {ROUTER} can be exported.")
     computed = dict(_computed(*parts))
     differing: dict[str, list[Problem]] = {}
     for family, config in configurations(*parts).items():

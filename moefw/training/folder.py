@@ -18,13 +18,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from moefw.compose.assembly import Assembly
+from moefw.compose.local_files import OF_A_RUN, run_dir_problems
 from moefw.core.errors import SpecError, os_reason
 from moefw.system.folders import lock_folder
 
 MANIFEST = "manifest.json"
-OF_A_RUN = ("spec.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "stacks")
-"""A folder that holds any of these names is the folder of a run."""
-
 MOST_NAMED = 10
 """Number of links in a run's folder that an error names."""
 
@@ -53,12 +51,12 @@ def run_folder(assembly: Assembly, *, resume: bool, again: bool = False, tell: C
     hold a run, or holds links: a run writes and deletes below its folder, and what a link names may be anything.
     """
     run_dir = Path(assembly.spec.run.dir)
-    if run_dir.is_symlink() and not run_dir.is_dir():
-        what = f"run.dir {run_dir} is a link to {run_dir.readlink()}, which is no folder."
-        raise SpecError(what, "Make that folder, or use another run.dir.")
     stays = resume or (again and is_same_run(run_dir, assembly))
     with ExitStack() as stack:
         try:
+            problems = run_dir_problems(run_dir)
+            if problems:
+                raise SpecError(problems)
             aside = None if stays else _moved_aside(run_dir)
             run_dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_locked(run_dir))
@@ -126,8 +124,6 @@ def _moved_aside(run_dir: Path) -> Path | None:
     """Rename the folder of an earlier run and return its new name; None if there is none."""
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return None
-    if not any((run_dir / name).exists() for name in OF_A_RUN):
-        raise SpecError(f"run.dir {run_dir} holds something else than a run.", "Use another run.dir.")
     if run_dir.is_symlink():
         what = f"run.dir {run_dir} is a link to {run_dir.readlink()}, and an earlier run there is not moved aside."
         raise SpecError(what, "Move the earlier run, or use another run.dir.")

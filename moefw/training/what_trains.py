@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 from attrs import frozen
 
@@ -14,6 +15,8 @@ from moefw.runtime.parallel.holders import holdings
 from moefw.runtime.parallel.local_shards import num_stored
 from moefw.runtime.parallel.parts import PARTS, part_of_each
 from moefw.training.session import Session
+
+FREEZE: Final = "train.freeze"
 
 
 @frozen(kw_only=True)
@@ -65,14 +68,21 @@ def require_sensible_freeze(session: Session) -> None:
     own = [[any(matches(name, [pattern]) for name in names) for pattern in patterns], trains]
     answers = everywhere(own, session.layout.host_group())
     unused = [pattern for number, pattern in enumerate(patterns) if not any(matched[number] for matched, _ in answers)]
-    problems = []
-    if unused:
-        known = {str(name) for of_rank in everywhere(names, session.layout.host_group()) for name in of_rank}
-        problems = [
-            Problem(f"train.freeze: no weight of the model has a name like {pattern!r}.", nearest(pattern, known))
-            for pattern in unused
-        ]
-    elif not any(trains for _, trains in answers):
-        problems = [Problem("train.freeze names every weight, so nothing trains.", "Leave some out.")]
+    of_ranks = everywhere(names, session.layout.host_group()) if unused else []
+    known = {str(name) for of_rank in of_ranks for name in of_rank}
+    problems = freeze_problems(unused, known, trains=any(trains for _, trains in answers))
     if problems:
         raise SpecError(problems)
+
+
+def freeze_problems(unused: Sequence[str], known: Collection[str], *, trains: bool) -> list[Problem]:
+    """Patterns of ``train.freeze`` that are of no use, given those that match none of the ``known`` names of weights.
+
+    ``trains``: whether any weight does.
+    """
+    if not unused and not trains:
+        return [Problem("it names every weight, so nothing trains.", "Leave some out.", FREEZE)]
+    return [
+        Problem(f"no weight of the model has a name like {pattern!r}.", nearest(pattern, known), FREEZE)
+        for pattern in unused
+    ]

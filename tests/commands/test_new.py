@@ -108,7 +108,9 @@ def test_all_are_listed_and_one_spec_takes_them_all(
         chosen = (TEMPLATES / kind / "spec.yaml").read_text().replace("sample", called(kind))
         tree = over(tree, read_yaml(chosen, Marks(kind), []))
     spec.write_text(json.dumps(tree))
-    done = installed("moefw", "check", str(spec))
+    (only,) = installed("moefw", "check", str(spec)).stderr.splitlines()
+    assert "train.weights: a-folder does not exist." in only
+    done = installed("moefw", "check", str(spec), "adapter={use: none}", "train.weights=null")
     assert done.returncode == 0, done.stderr
     assert "is sound: 2 ranks" in done.stdout
     assert "routing: my-router  dispatch: my-dispatcher  gemm: my-gemm  precision: my-precision" in done.stdout

@@ -27,7 +27,7 @@ REFUSED = re.compile(
 """What says that a key, or a value by itself, is refused. A value may still not fit the other values."""
 
 
-def problems(*overrides: str, data_here: bool = False) -> list[Problem]:
+def problems(*overrides: str, files_here: bool = False) -> list[Problem]:
     Path("spec.yaml").write_text(GOOD)
     try:
         assemble(
@@ -37,7 +37,7 @@ def problems(*overrides: str, data_here: bool = False) -> list[Problem]:
             registry=REGISTRY,
             machine=Machine(),
             for_run=True,
-            data_here=data_here,
+            files_here=files_here,
         )
     except MoefwError as error:
         return list(error.problems)
@@ -157,10 +157,10 @@ def test_names_of_other_frameworks_stand_for_options_that_exist() -> None:
 class TestFilesOfData:
     def test_that_are_not_there_are_told_beside_other_problems(self) -> None:
         Path("corpus").mkdir()
-        first, second = problems("data.path=corpsu", "train.lr=-1", data_here=True)
+        first, second = problems("data.path=corpsu", "train.lr=-1", files_here=True)
         assert "'lr' must be > 0.0" in str(first)
         assert str(second).endswith(f"data.path: {Path('corpsu').absolute()} does not exist. Did you mean 'corpus'?")
-        assert problems("data.path=corpus", data_here=True) == []
+        assert problems("data.path=corpus", files_here=True) == []
 
     @pytest.mark.parametrize(
         ("data", "options"),
@@ -172,6 +172,6 @@ class TestFilesOfData:
         ],
     )
     def test_are_looked_for_by_every_source(self, data: str, options: list[str]) -> None:
-        told = problems(f"data={data}", data_here=True)
+        told = problems(f"data={data}", files_here=True)
         assert [problem.where.rpartition(" ")[2] for problem in told] == options
         assert problems(f"data={data}") == []

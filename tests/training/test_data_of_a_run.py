@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 import copies
 from moefw.commands import specs
-from moefw.commands.eval import evaluate
+from moefw.commands.eval import evaluate, require_held_out
 from moefw.commands.train import train
 from moefw.compose.build import open_layout
-from moefw.core.errors import DataError
+from moefw.core.errors import DataError, SpecError
 from moefw.plugins.data.bpe import train_bpe
 from moefw.plugins.data.hashed import CHUNK_BYTES, HashedFile
 from moefw.plugins.data.text import Text
@@ -24,6 +24,7 @@ from moefw.testing.pool import RankPool
 from moefw.training import session
 from moefw.training.data.order import BatchOrder
 from moefw.training.world import Place
+from resolved_specs import resolved
 
 
 @pytest.fixture
@@ -121,6 +122,21 @@ def test_text_that_was_trained_on_is_not_evaluated_as_held_out(spec: Path) -> No
         evaluate, [run, f"data.path={other}", "data.heldout=0.5", "--json"], catch_exceptions=False
     )
     assert json.loads(done.output)["step"] == 1
+
+
+def test_so_is_the_text_of_python_and_that_of_a_blend() -> None:
+    for trained, evaluated, told in (
+        ("{}", "data: {heldout: 0.5}", "data.heldout: the run held out 0.05 of its text, not 0.5"),
+        (
+            "data: {use: blend, parts: [{use: text, path: /a}, {use: text, path: /b, heldout: 0.1}]}",
+            "data: {use: text, path: /b, heldout: 0.2}",
+            "data.heldout: the run held out 0.1 of /b, not 0.2",
+        ),
+    ):
+        with pytest.raises(SpecError) as refused:
+            require_held_out(resolved(trained), resolved(evaluated))
+        assert told in str(refused.value)
+        require_held_out(resolved(trained), resolved(trained))
 
 
 def test_what_names_no_file_stays_as_it_is_in_the_spec_of_a_run() -> None:

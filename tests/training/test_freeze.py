@@ -327,9 +327,8 @@ def test_patterns_that_name_nothing_a_part_or_everything_are_told_before_the_fir
     line, other = moefw_says("train", spec, "train.freeze=[embed.wieght, 'layers.9.*']", code=2).splitlines()
     assert line.endswith("no weight of the model has a name like 'embed.wieght'. Did you mean 'embed.weight'?")
     assert "no weight of the model has a name like 'layers.9.*'. Nearest: layers.0." in other
-    assert "train.freeze names every weight, so nothing trains. Leave some out." in complaint(
-        "train", spec, "train.freeze=['*']"
-    )
+    everything = "train.freeze: it names every weight, so nothing trains. Leave some out."
+    assert everything in complaint("train", spec, "train.freeze=['*']")
     line = moefw_says("train", spec, "train.freeze=['*.up_proj.*']", code=2).splitlines()[0]
     assert "names layers.0.moe.experts.0.up_proj.weight and not layers.0.moe.experts.0.gate_proj.weight" in line
     assert "which are one parameter. Freeze both or none." in line
@@ -345,3 +344,35 @@ def test_one_expert_is_frozen_where_it_has_parameters_of_its_own() -> None:
     found = gradients(model, engine)
     assert not [name for name in found if name.startswith("layers.1.moe.experts.0.")]
     assert "layers.1.moe.experts.1.down_proj.weight" in found
+
+
+def test_check_tells_what_training_would_refuse_of_weights_and_patterns(spec: Path, tmp_path: Path) -> None:
+    moefw_says("check", spec)
+    lines = moefw_says("check", spec, "train.freeze=[embed.wieght, 'layers.9.*']", code=2).splitlines()
+    assert len(lines) == 2
+    assert "train.freeze: no weight of the model has a name like 'embed.wieght'. Did you mean" in lines[0]
+    assert "train.freeze: it names every weight" in complaint("check", spec, "train.freeze=['*']")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    assert "lacks model.norm.weight of shape" in complaint("check", spec)
+    lines = moefw_says("check", spec, f"train.weights={tmp_path}/bsae", f"run.dir={tmp_path}/base", code=2).splitlines()
+    assert f"train.weights: {tmp_path}/bsae does not exist. Name a Hugging Face folder: config.json" in lines[0]
+    assert f"run.dir: {tmp_path}/base holds something else than a run. Use another run.dir." in lines[1]
+
+
+def test_a_new_run_tells_of_weights_that_are_not_there_as_such(spec: Path, tmp_path: Path) -> None:
+    line = complaint("train", spec, f"train.weights={tmp_path}/bsae", "train.freeze=[]", "adapter={use: lora}")
+    assert f"train.weights: {tmp_path}/bsae does not exist. Name a Hugging Face folder" in line
+    assert "bring the folder back" not in line
+    (tmp_path / "empty").mkdir()
+    lines = moefw_says("train", spec, f"train.weights={tmp_path}/empty", code=2).splitlines()
+    assert [line.partition("holds ")[2].partition(".")[0] for line in lines] == ["no config", "no safetensors files"]
+
+
+def test_weights_in_the_folder_of_the_run_are_not_moved_aside(spec: Path, tmp_path: Path) -> None:
+    moefw_says("train", spec)
+    shutil.move(tmp_path / "base", tmp_path / "run" / "base")
+    line = complaint("train", spec, f"train.weights={tmp_path}/run/base")
+    assert "train.weights: " in line
+    assert "lies in run.dir, which gives way to the new run." in line

@@ -14,8 +14,12 @@ def dense_layers(model: Tree) -> list[int]:
     return sorted({*range(model["num_dense_layers"]), *model["dense_layers"]})
 
 
+ROUTER: Final = "topk"
+"""The only router that computes what families of Hugging Face do."""
+
+
 def computed_routing(routing: Tree) -> dict[str, Any]:
-    """Options of a resolved ``topk`` on which logits depend, in a form that is equal where these are."""
+    """Options of a resolved ``ROUTER`` on which logits depend, in a form that is equal where these are."""
     biased = any(rule["kind"] == "expert_bias" for rule in routing["balance"])
     return {
         **{name: routing[name] for name in ("score", "scale", "bias", "groups", "capacity")},

@@ -1,0 +1,51 @@
+"""Whether the folder that ``train.weights`` names has the weights of a spec's model, found without memory for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moefw.compose.assembly import Assembly
+from moefw.compose.defaults import defaults
+from moefw.compose.freezing import matches
+from moefw.compose.resolve import assemble_tree
+from moefw.compose.spec.source import Marks
+from moefw.core.errors import CheckpointError, MoefwError, PluginError, Problem, SpecError
+from moefw.models.huggingface.config import read_config
+from moefw.models.huggingface.families import family_of
+from moefw.models.huggingface.folder import Folder
+from moefw.models.huggingface.loading import placed
+from moefw.runtime.naming import canonical_parameters
+from moefw.training.new_run import on_meta
+from moefw.training.what_trains import freeze_problems
+
+
+def compare_weights(assembly: Assembly) -> str:
+    """Compare the model with the folder of its weights. Return why that is not known here, or "".
+
+    Raises SpecError with every tensor that the folder lacks, or has in another shape, and every pattern of
+    ``train.freeze`` that names nothing, as training does.
+    """
+    train = assembly.spec.train
+    alone = {**assembly.resolved(), "parallel": {}, "pipeline": {}}
+    try:
+        one_rank = assemble_tree(alone, Marks("check"), defaults=defaults(), world=1, trains=False)
+        model = on_meta(one_rank)
+    except (SpecError, CheckpointError, PluginError):
+        raise
+    except (MoefwError, RuntimeError) as error:  # a part needs what this machine lacks
+        return str(error)
+    problems: list[Problem] = []
+    if one_rank.frozen:
+        known = [piece.name for piece in canonical_parameters(model) if not piece.of_adapter]
+        unused = [pattern for pattern in one_rank.frozen if not any(matches(name, [pattern]) for name in known)]
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        problems += freeze_problems(unused, known, trains=trains)
+    path = Path(train.weights or "")
+    try:
+        rules = family_of(read_config(path), path).rules
+        placed(model, Folder(path), rules, num_experts=one_rank.site.dims.num_experts)
+    except (SpecError, CheckpointError) as error:
+        problems += error.problems
+    if problems:
+        raise SpecError(problems)
+    return ""
