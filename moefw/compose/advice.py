@@ -143,7 +143,7 @@ def _default_choice(path: KeyPath, tree: Any) -> dict[str, Any]:
 def _choice(kind: str, name: str, registry: Registry, default: Mapping[str, Any]) -> dict[str, Any]:
     """Choice that a name stands for, or a name like it: of a plugin, or of a preset of the default one."""
     presets: Mapping[str, Any] = registry.get(kind, default["use"]).declaration.presets() if default else {}
-    likely = closest(name, [*registry.names, *presets])
+    likely = closest(name, [*registry.names_of(kind), *presets])
     for candidate in (name, *([likely] if likely else [])):
         if candidate in presets:
             return {"preset": candidate}

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -108,8 +108,23 @@ class Registry:
         """The names that can be loaded, whether or not their plugins work."""
         return tuple(sorted({*self._offers, *(name for _, name in self._parts)}))
 
-    def load(self, name: str) -> None:
-        """Import and register the plugin called ``name``. Raises PluginError, which leaves other plugins intact."""
+    def names_of(self, kind: str | None) -> list[str]:
+        """Names of a kind, for an error, with those of others' plugins that are not loaded and may be of any kind.
+
+        ``kind`` None: the latter alone, of which some may be observers.
+        """
+        ours = [name for name, offers in self._offers.items() if offers[0].distribution == OURS]
+        for name in ours if kind else ():
+            with suppress(PluginError):  # of a name that another distribution brings, too
+                self.load(name)
+        unseen = self._offers.keys() - self._loaded - set(ours)
+        return sorted({*(name for of, name in self._parts if of == kind), *unseen})
+
+    def load(self, name: str, kind: str | None = None) -> None:
+        """Import and register the plugin called ``name``. Raises PluginError, which leaves other plugins intact.
+
+        ``kind``: that of the names which an error suggests; None: names of others' plugins alone.
+        """
         if name in self._loaded:
             return
         offers = self._offers.get(name, [])
@@ -120,7 +135,7 @@ class Registry:
                 offer = self._barred[name]
                 what = f"plugin {name!r} is of distribution {offer.distribution} {offer.version}, which is not allowed."
                 raise PluginError(what, f"Name it in {ALLOWED} if you trust its code.")
-            raise PluginError(f"no plugin is called {name!r}.", self._likely(name))
+            raise PluginError(f"no plugin is called {name!r}.", self._likely(name, kind))
         if len(offers) > 1:
             rivals = " and ".join(f"{offer.distribution} {offer.version}" for offer in offers)
             what = f"two distributions bring a plugin called {name!r}: {rivals}."
@@ -150,12 +165,13 @@ class Registry:
             self._observers[name] = offer
         self._loaded.add(name)
 
-    def _likely(self, name: str) -> str:
+    def _likely(self, name: str, kind: str | None) -> str:
         """Likely meaning of an unknown name: a misspelt name, or that of a package that is not installed."""
-        known = nearest(name, self.names)
-        if closest(name, self.names) or not re.fullmatch(r"[a-z][\w-]*", name):
+        names = self.names_of(kind)
+        known = nearest(name, names)
+        if closest(name, names) or not re.fullmatch(r"[a-z][\w-]*", name):
             return known
-        return f"If a package brings it (moefw-{name}, say), that is not installed here. {known}"
+        return f"If a package brings it (moefw-{name}, say), that is not installed here. {known}".rstrip()
 
     def register(self, module: Any, distribution: str, version: str, *, promised: str | None = None) -> None:
         """Check and register one plugin module.
@@ -241,15 +257,14 @@ class Registry:
 
     def get(self, kind: str, name: str) -> RegisteredPlugin:
         """Part of a kind, whose plugin is loaded if needed. Raises PluginError with the nearest known name."""
-        self.load(name)
+        self.load(name, kind)
         part = self._parts.get((kind, name))
         if part is None and name in self._observers:
             raise PluginError(f"{name!r} is no part: it observes a run.", "Name it in run.observers.")
         if part is None:
-            others = [known for other, known in self._parts if other == kind]
             kinds = ", ".join(KINDS[other].plural for other, known in self._parts if known == name)
             what = f"{name!r} is none of the {KINDS[kind].plural}; it is one of the {kinds}."
-            raise PluginError(what, nearest(name, others))
+            raise PluginError(what, nearest(name, self.names_of(kind)))
         return part
 
     def origin(self, plugin: Plugin | type[Plugin]) -> RegisteredPlugin:

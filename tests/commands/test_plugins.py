@@ -298,9 +298,24 @@ class TestAdvice:
 
     def test_a_name_that_no_installed_package_brings_may_be_of_one_that_is_not_installed(self):
         said = refusal({"dispatch": {"use": "gossip"}})
-        assert "If a package brings it (moefw-gossip, say), that is not installed here. Nearest: " in said
-        assert len(said.rpartition("Nearest: ")[2].split(", ")) == 5
+        assert "If a package brings it (moefw-gossip, say), that is not installed here. Known: " in said
         assert "If a package" not in refusal({"dispatch": {"use": "all2all"}}) + refusal({"dispatch": {"use": "?"}})
+
+    @pytest.mark.parametrize(
+        ("choice", "told"),
+        [
+            ({"gemm": {"use": "gruoped"}}, "no plugin is called 'gruoped'. Did you mean 'grouped'?"),
+            ({"gemm": {"use": "alltoal"}}, "Known: grouped, loop, triton."),
+            ({"gemm": {"use": "alltoall"}}, "is one of the dispatchers. Known: grouped, loop, triton."),
+            ({"routing": {"use": "nonsense"}}, "Known: forced, sinkhorn, topk."),
+        ],
+    )
+    def test_a_name_is_compared_with_those_of_its_kind(self, choice, told):
+        assert refusal(choice).endswith(told)
+
+    def test_a_plugin_of_others_that_is_not_loaded_may_be_meant(self, install):
+        install("other-parts", dispatcher("gossip", OFFERS), names=["gossip"])
+        assert refusal({"dispatch": {"use": "gosip"}}).endswith("Did you mean 'gossip'?")
 
     def test_check_names_a_declaration_that_imports_torch_with_the_seconds_that_it_takes(self, install, tmp_path):
         install("slow-parts", "import torch\n" + dispatcher("slow", OFFERS).partition("\n")[2], names=["slow"])
