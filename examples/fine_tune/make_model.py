@@ -1,6 +1,6 @@
 """Makes a tiny Qwen3-MoE or gpt-oss with ``transformers``, as a stand-in for a folder of the hub.
 
-``make_model.py FOLDER [qwen3_moe | gpt_oss]``
+``make_model.py FOLDER [qwen3_moe | gpt_oss]``, with ``transformers``, which ``pip install '.[hf]'`` brings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ import sysconfig
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
+
+try:
+    from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
+except ModuleNotFoundError:
+    sys.exit("make_model.py needs transformers. Install it with: pip install '.[hf]', in a clone of moefw.")
 
 VOCABULARY = 1024
 END = "<|endoftext|>"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,18 @@ def test_make_train_installs_only_what_training_needs(tmp_path: Path) -> None:
     commands = make_train(tmp_path)
     assert "--editable '.'" in commands
     assert "[dev]" not in commands
+
+
+def test_the_extra_that_examples_name_brings_transformers() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [requirement.partition(">")[0] for requirement in extras["hf"]] == ["transformers"]
+
+
+def test_an_example_without_transformers_says_how_to_install_it(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('No module named transformers')")
+    example = [sys.executable, str(ROOT / "examples/fine_tune/make_model.py"), str(tmp_path / "model")]
+    done = subprocess.run(example, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "make_model.py needs transformers. Install it with: pip install '.[hf]', in a clone of moefw.\n"
+    )
