@@ -7,8 +7,8 @@ state of the router. What only the engine can do is refused when the layer is bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Never, TypedDict, Unpack, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Never, Self, TypedDict, Unpack, final
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import ModelParts, Shared, open_layout
 from moefw.compose.defaults import defaults
+from moefw.compose.devices import Device, device_here
 from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.router_steps import RouterSteps, mean_scale
@@ -28,6 +29,7 @@ from moefw.core.plugin import Plugin
 from moefw.core.records import Side
 from moefw.core.stages import Batch, LayerStats, stage
 from moefw.models import lone_layers
+from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.compute.row_keys import keyed
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.layer import Returning, Sent
@@ -150,6 +152,23 @@ class Layer(nn.Module):
         """Free what exists once in the process, such as buffers of a dispatcher. Collective. May be called twice."""
         self._shared.close()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the layer, but for the dtypes of its router: scores that are rounded choose other experts."""
+        router = self.moe.router
+        before = {name: tensor.clone() for name, tensor in router.state_dict().items()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in router.state_dict().items():
+            if tensor.dtype != before[name].dtype:
+                owner, _, own = name.rpartition(".")
+                held = getattr(router.get_submodule(owner), own)
+                held.data = before[name].to(tensor.device)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        """Raise ContractError: process groups and functions of this process are no data."""
+        fix = "Save layer.state_dict(), build a layer of the same sizes and sections, and use load_state_dict()."
+        raise ContractError("an MoE layer cannot be pickled, as torch.save(layer) does.", fix)
+
     def __deepcopy__(self, memo: Any) -> Never:
         """Raise ContractError: regions under a memory policy would go on to use the original's weights."""
         raise ContractError("an MoE layer cannot be copied.", "Build a second one, and use load_state_dict().")
@@ -172,22 +191,28 @@ def build_layer(
     expert_dim: int,
     num_experts: int,
     top_k: int,
-    device: str = "cpu",
-    seed: int = 0,
+    device: Device = "cpu",
+    seed: int | None = None,
     init_std: float = 0.02,
     **sections: Unpack[Sections],
 ) -> Layer:
     """MoE layer of SwiGLU experts, in training mode. Collective in an initialised world, else on one rank.
 
     ``sections``: those of a spec, ``routing``, ``dispatch``, ``gemm``, ``precision``, ``memory`` and ``parallel``, such
-    as ``dispatch={"use": "alltoall"}``. Parameters are fp32, drawn from a normal distribution of ``init_std`` by
-    ``seed`` and name: the same on every layout, and those of another layer only with another seed. Raises SpecError,
-    PluginError or PlanError with every problem, also for what needs the engine of ``moefw train``, such as a loss over
-    all layers or delayed scaling.
+    as ``dispatch={"use": "alltoall"}``. ``device``: what ``torch.device`` takes; a GPU must be the current one.
+    Parameters are fp32, drawn from a normal distribution of ``init_std`` by ``seed`` and name, the same on every
+    layout. ``seed`` None: one that PyTorch's generator of the CPU draws, on rank 0, as for any module of PyTorch, so
+    that layers differ, and ``torch.manual_seed`` repeats them.
+
+    Raises SpecError, PluginError or PlanError with every problem, also for what needs the engine of ``moefw train``,
+    such as a loss over all layers or delayed scaling.
     """
     sizes = {"dim": dim, "expert_dim": expert_dim, "num_experts": num_experts, "top_k": top_k}
-    (layer,) = build_layers(assemble_layers("build_layer()", sizes, sections, device), device)
-    initialise(layer.moe, seed=seed, std=lambda name: 0.0 if name.endswith(".bias") else init_std)
+    place = device_here(device)
+    (layer,) = build_layers(assemble_layers("build_layer()", sizes, sections, place), place)
+    drawn = int(torch.randint(2**62, ())) if seed is None else seed
+    agreed = everywhere(drawn, layer.layout.host_group())[0]
+    initialise(layer.moe, seed=agreed, std=lambda name: 0.0 if name.endswith(".bias") else init_std)
     return layer
 
 
@@ -197,20 +222,20 @@ class _Arguments(Marks):
 
     def where(self, path: KeyPath) -> str:
         """``build_layer() top_k`` for the path of an argument."""
-        return Marks.where(self, path[1:] if path[:1] == ("model",) else path)
+        return Marks.where(self, path[1:] if path[0] in ("model", "run") else path)
 
 
-def build_layers(assembly: Assembly, device: str) -> Iterator[Layer]:
+def build_layers(assembly: Assembly, device: torch.device) -> Iterator[Layer]:
     """Layers of the same sizes, not initialised, that share one layout and one dispatcher.
 
     Each is built when it is asked for.
     """
     shared = Shared()
-    parts = ModelParts(assembly, open_layout(assembly, device), torch.device(device), shared)
+    parts = ModelParts(assembly, open_layout(assembly, device.type), device, shared)
     return (Layer(parts, number, shared) for number in assembly.layers)
 
 
-def assemble_layers(caller: str, sizes: Mapping[str, Any], sections: Sections, device: str) -> Assembly:
+def assemble_layers(caller: str, sizes: Mapping[str, Any], sections: Sections, device: torch.device) -> Assembly:
     """Assembly of layers of these sizes. Raises SpecError, PluginError or PlanError with every problem."""
     _require_sections(caller, sections)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -218,7 +243,7 @@ def assemble_layers(caller: str, sizes: Mapping[str, Any], sections: Sections, d
         "model": {"use": lone_layers.LoneLayers.name, **sizes},
         # No part of a layer reads these.
         "train": {"tokens_per_step": 16 * world, "micro_batch": 1, "seq_len": 16},
-        "run": {"device": device},
+        "run": {"device": device.type},
         **sections,
     }
     registry = Registry([lone_layers])

@@ -19,6 +19,7 @@ from moefw.compose.adapter_weights import read_adapter
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
+from moefw.compose.devices import Device, device_here
 from moefw.compose.given_routes import RoutesOfText
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.router_steps import RouterSteps, mean_scale
@@ -219,7 +220,7 @@ class Pretrained(nn.Module):
         self._steps.update()
 
 
-def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mapping[str, Any]) -> Pretrained:
+def from_pretrained(path: str | Path, *, device: Device = "cpu", **sections: Mapping[str, Any]) -> Pretrained:
     """Model in a Hugging Face folder, in training mode. Collective in an initialised world.
 
     ``sections``: those of a spec, such as ``precision={"use": "bf16"}`` or ``parallel={"experts": {"ep": 8}}``.
@@ -234,13 +235,14 @@ def from_pretrained(path: str | Path, *, device: str = "cpu", **sections: Mappin
     if not root.is_dir():
         raise SpecError(f"{root} is no folder.", "Name a folder with a config.json and safetensors files.")
     model = {"preset": str(root / "config.json"), **sections.get("model", {})}
-    tree: Tree = {"run": {"device": device}, **sections, "model": model}
+    place = device_here(device)
+    tree: Tree = {"run": {"device": place.type}, **sections, "model": model}
     if "adapter" in sections:
         tree["train"] = {"weights": str(root), **sections.get("train", {})}
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world, trains=False)
-    layout = open_layout(assembly, device)
-    module = build_model(assembly, layout, torch.device(device), Shared())
+    layout = open_layout(assembly, place.type)
+    module = build_model(assembly, layout, place, Shared())
     initialise_adapters(module, seed=assembly.spec.run.seed)
     source = read_weights(module, root, assembly, layout.host_group())
     return Pretrained(module, assembly, layout, source, balances="routing" in sections)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.block_weights import Place, Saving, take_over
+from moefw.compose.devices import device_here
 from moefw.compose.library import Layer, LayerOutput, Sections, assemble_layers, build_layers
 from moefw.compose.spec.sections import over
 from moefw.core.errors import ContractError, Problem, SpecError
@@ -103,7 +104,7 @@ def replace_moe(model: nn.Module, **sections: Unpack[Sections]) -> ReplacedBlock
     _refuse_router_logits(model, (), {})
     routing: Any = over({"routing": dict(blocks[0].routing)}, {"routing": sections.get("routing", {})})["routing"]
     sizes = {**blocks[0].sizes, "num_layers": len(blocks)}
-    device = blocks[0].device
+    device = device_here(blocks[0].device)
     assembly = assemble_layers("replace_moe()", sizes, {**sections, "routing": routing}, device)
     differing = _differences(assembly, blocks[0])
     model.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
@@ -125,7 +126,7 @@ def _differences(assembly: Assembly, block: Block) -> list[Problem]:
     fix = "Keep model.state_dict(), which a model with the same layers loads."
     if found["use"] != ROUTER:
         return [Problem(f"{kind} does not route like {found['use']}, so save_pretrained() has no layout for it.", fix)]
-    wanted = assemble_layers("replace_moe()", block.sizes, {"routing": block.routing}, "cpu").resolved()
+    wanted = assemble_layers("replace_moe()", block.sizes, {"routing": block.routing}, torch.device("cpu")).resolved()
     computed = computed_routing(wanted["routing"])
     return [
         Problem(f"routing.{name} {value!r} is not what {kind} computes ({computed[name]!r}).", fix)

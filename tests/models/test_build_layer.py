@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def tensors(layer: moefw.Layer, *, gradients: bool) -> dict[str, Tensor]:
 
 def step(sections: dict[str, Any], frozen: bool = False) -> tuple[Tensor, float, dict[str, Tensor]]:
     """Output, loss and gradients of one step on this rank. ``frozen``: whether the router is."""
-    layer = moefw.build_layer(**SIZES, routing=ROUTING, init_std=0.5, **sections)
+    layer = moefw.build_layer(**SIZES, seed=0, routing=ROUTING, init_std=0.5, **sections)
     layer.moe.router.requires_grad_(not frozen)
     x, mask_BS = tokens(dist.get_rank() if dist.is_initialized() else 0)
     output = layer(x, mask_BS)
@@ -86,7 +87,7 @@ def written_out(weights: dict[str, Tensor], rank: int) -> tuple[Tensor, Tensor]:
 
 def expected(world: int) -> tuple[list[Tensor], list[float], dict[str, Tensor]]:
     """Outputs and losses of all ranks, and the gradients of the mean of their losses."""
-    whole = moefw.build_layer(**SIZES, routing=ROUTING, init_std=0.5)
+    whole = moefw.build_layer(**SIZES, seed=0, routing=ROUTING, init_std=0.5)
     weights = {name: values.requires_grad_() for name, values in tensors(whole, gradients=False).items()}
     outputs, losses = zip(*(written_out(weights, rank) for rank in range(world)), strict=True)
     (sum(losses) / world).backward()
@@ -129,7 +130,7 @@ def test_tokens_of_a_batch_are_those_of_its_rows() -> None:
 
 
 def bias_after_two_forwards() -> Tensor:
-    layer = moefw.build_layer(**SIZES, routing=BIASED, parallel={"experts": {"ep": dist.get_world_size()}})
+    layer = moefw.build_layer(**SIZES, seed=0, routing=BIASED, parallel={"experts": {"ep": dist.get_world_size()}})
     x, mask_BS = tokens(dist.get_rank())
     layer(x, mask_BS)
     layer(x)
@@ -138,7 +139,7 @@ def bias_after_two_forwards() -> Tensor:
 
 
 def test_a_bias_advances_by_the_tokens_of_all_ranks_and_forwards(pool: RankPool) -> None:
-    layer = moefw.build_layer(**SIZES, routing=BIASED)
+    layer = moefw.build_layer(**SIZES, seed=0, routing=BIASED)
     counts_E = torch.zeros(SIZES["num_experts"])
     for x, mask_BS in map(tokens, range(2)):
         for mask in (mask_BS, None):
@@ -237,3 +238,73 @@ def test_a_wrong_call_says_what_to_hand_over() -> None:
         with pytest.raises(moefw.ContractError) as raised:
             call()
         assert message in str(raised.value)
+
+
+def weights(layer: moefw.Layer) -> list[Tensor]:
+    return [weight.clone() for weight in tensors(layer, gradients=False).values()]
+
+
+def test_layers_differ_and_a_seed_of_torch_repeats_them() -> None:
+    torch.manual_seed(1)
+    first, second = (weights(moefw.build_layer(**SIZES)) for _ in range(2))
+    torch.manual_seed(1)
+    again = weights(moefw.build_layer(**SIZES))
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first, second))
+    assert all(
+        map(torch.equal, weights(moefw.build_layer(**SIZES, seed=5)), weights(moefw.build_layer(**SIZES, seed=5)))
+    )
+
+
+def built_on_a_rank() -> tuple[Tensor, Tensor]:
+    """Weights of the router of two layers, where ranks have seeds of their own."""
+    torch.manual_seed(dist.get_rank())
+    layers = [moefw.build_layer(**SIZES, parallel={"experts": {"ep": 2}}) for _ in range(2)]
+    first, second = (tensors(layer, gradients=False)["router.weight"] for layer in layers)
+    return first, second
+
+
+def test_ranks_with_seeds_of_their_own_build_one_layer(pool: RankPool) -> None:
+    (first, second), others = pool.run(built_on_a_rank, 2)
+    assert torch.equal(first, others[0])
+    assert torch.equal(second, others[1])
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_a_device_is_what_torch_takes(device: Any) -> None:
+    assert next(moefw.build_layer(**SIZES, device=device).parameters()).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [("meta", r"build_layer\(\) device: 'meta' is not one of"), ("gpu", "device='gpu' is no device")],
+)
+def test_a_device_that_is_none_is_told(device: str, told: str) -> None:
+    with pytest.raises(moefw.SpecError, match=told):
+        moefw.build_layer(**SIZES, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_of_a_model_leaves_its_routers_in_fp32(dtype: torch.dtype) -> None:
+    layer = moefw.build_layer(**SIZES, routing=BIASED, init_std=0.5)
+    router: Any = layer.moe.router
+    router.expert_bias.add_(1 / 3)
+    before = {name: tensor.clone() for name, tensor in router.state_dict().items()}
+    model = torch.nn.Sequential(torch.nn.Linear(SIZES["dim"], SIZES["dim"]), layer)
+    model.to(dtype)
+    assert model[0].weight.dtype != torch.float32
+    assert {parameter.dtype for parameter in layer.moe.experts.parameters()} == {model[0].weight.dtype}
+    for name, tensor in router.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, before[name])
+    loss = layer(torch.randn(6, SIZES["dim"], dtype=model[0].weight.dtype)).out.square().mean()
+    loss.backward()
+    assert router.weight.grad.any()
+
+
+def test_a_layer_is_not_pickled(tmp_path: Path) -> None:
+    with pytest.raises(
+        moefw.ContractError, match=r"cannot be pickled, as torch.save\(layer\) does. Save layer.state_dict"
+    ):
+        torch.save(moefw.build_layer(**SIZES), tmp_path / "layer.pt")

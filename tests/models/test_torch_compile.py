@@ -61,8 +61,9 @@ def test_an_operation_of_a_dense_part(name: str) -> None:
     assert_compiles(run, inputs, inputs)
 
 
-def test_a_layer() -> None:
-    case = LayerCase(tokens=(64,), dim=16, expert_dim=16, shared=True, parts={"precision": {"use": "bf16"}})
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_layer(precision: str) -> None:
+    case = LayerCase(tokens=(64,), dim=16, expert_dim=16, shared=True, parts={"precision": {"use": precision}})
     layer, shared = build_layer(case)
     x_TD, ids_BS = case.draw(0)[0].requires_grad_(), torch.zeros(1, 64, dtype=torch.int64)
     batch = Batch(ids_BS=ids_BS, labels_BS=ids_BS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import torch
 from attrs import frozen
 from torch import Tensor, nn
 
@@ -45,9 +46,10 @@ class Block:
         return {"use": "topk", "score": "softmax", "pre_softmax": None if normalised else True}
 
     @property
-    def device(self) -> str:
-        """Kind of the device that holds the weights."""
-        return str(self.module.gate.weight.device.type)
+    def device(self) -> torch.device:
+        """Device that holds the weights."""
+        device: torch.device = self.module.gate.weight.device
+        return device
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

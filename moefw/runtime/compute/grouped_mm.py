@@ -31,9 +31,18 @@ def grouped_mm(a: Any, b: Any, ends_e: Tensor) -> Tensor:
         return a.new_zeros(len(a), b.shape[-1])
     if compiles_by_shape(a) and type(a) is Tensor:
         return _sums(a, b, ends_e) if sums_over_rows else in_few_shapes(a, b, ends_e)
-    product = F.grouped_mm(a, b, offs=ends_e)
+    product = _product(a, b, ends_e)
     if sums_over_rows and _leaves_empty_sums_unwritten(product.device):
         clear_empty_groups(product, ends_e)
+    return product
+
+
+def _product(a: Any, b: Any, ends_e: Tensor) -> Tensor:
+    """Product of PyTorch, which while it compiles takes bf16 alone, though kernels multiply fp32."""
+    multiply: Any = F.grouped_mm
+    if torch.compiler.is_compiling() and a.dtype is not torch.bfloat16:
+        multiply = torch.compiler.disable(multiply)
+    product: Tensor = multiply(a, b, offs=ends_e)
     return product
 
 
