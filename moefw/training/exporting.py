@@ -24,7 +24,7 @@ from moefw.models.huggingface.families import FAMILIES
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.stored import Description
 from moefw.models.huggingface.writing import Written, lay_out
-from moefw.models.huggingface.written import ROUTER, computed_routing, configurations, dense_layers
+from moefw.models.huggingface.written import ROUTER, computed_routing, configurations, dense_layers, empty_tensors
 from moefw.plugins.data.source import tokenizer_beside
 from moefw.runtime.attention.rope_options import OWN
 from moefw.runtime.finite import all_finite
@@ -45,7 +45,7 @@ OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coe
 
 @frozen
 class Exported:
-    """What has been written: the family of the model, and lines that say what became of weights that are codes."""
+    """What has been written: the family of the model, and lines that say what is not told by its name."""
 
     family: str
     told: tuple[str, ...]
@@ -75,6 +75,8 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, form: Form) -> Ex
     if coded is not None:
         described = coded.described(described)
         config["quantization_config"] = coded.config(described)
+    empty = {name: (dtype, shape) for name, shape in empty_tensors(config).items()}
+    described |= empty
     run_dir = Path(assembly.spec.run.dir)
     tokenizer = tokenizer_beside(run_dir / TOKENIZER)
     with new_folder(target) as scratch:
@@ -108,7 +110,10 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, form: Form) -> Ex
                 if coded is None or name not in coded:
                     write(name, weights(name))
         written.flush()
-    return Exported(family, () if coded is None else tuple(coded.told()))
+    told = [] if coded is None else [*coded.told()]
+    if empty:
+        told.append(f"{family} is the family that computes this. It has shared experts; here they are empty tensors.")
+    return Exported(family, tuple(told))
 
 
 def _coding(form: Form, family: str) -> Coding | None:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 import moefw
 from checkpoint_cases import spoil
 from command_here import complaint, moefw_says
-from hf_models import CLASSES, OWN, configurations, model_of, tensors_of
+from hf_models import CLASSES, OWN, configurations, model_of, same, tensors_of
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
@@ -164,22 +164,46 @@ def test_what_no_family_computes_is_refused(sections: dict[str, Any], says: str)
     assert says in str(caught.value)
 
 
+def run_of(folder: Path, model: Mapping[str, Any], **sections: Any) -> Path:
+    """The folder of a run of one step."""
+    spec = folder / "spec.yaml"
+    train = {"steps": 1, "tokens_per_step": 64, "micro_batch": 2, "seq_len": 16, "eval_tokens": 64}
+    (folder / "text.txt").write_text("what a router sends, experts see\n" * 100)
+    data = {"path": str(folder / "text.txt"), "tokenizer": "bpe-300"}
+    run = {"dir": str(folder / "run"), "device": "cpu"}
+    model = {"vocab_size": 300, **model}
+    spec.write_text(json.dumps({"model": model, "data": data, "train": train, "run": run, **sections}))
+    moefw_says("train", spec)
+    return folder / "run"
+
+
 def test_a_run_is_exported_by_a_command(tmp_path: Path) -> None:
     import transformers
 
-    spec = tmp_path / "spec.yaml"
-    train = {"steps": 1, "tokens_per_step": 64, "micro_batch": 2, "seq_len": 16, "eval_tokens": 64}
-    (tmp_path / "text.txt").write_text("what a router sends, experts see\n" * 100)
-    data, run = {"path": str(tmp_path / "text.txt"), "tokenizer": "bpe-300"}, {"dir": str(tmp_path / "run")}
-    model = {"preset": "olmoe-1b-7b-tiny", "vocab_size": 300, "num_layers": 1}
-    spec.write_text(json.dumps({"model": model, "data": data, "train": train, "run": run}))
-    moefw_says("train", spec)
+    run = run_of(tmp_path, {"preset": "olmoe-1b-7b-tiny", "num_layers": 1})
     out = tmp_path / "out"
-    assert moefw_says("convert", "export", tmp_path / "run", out) == f"{out} holds the model of step 1: olmoe, bf16\n"
+    assert moefw_says("convert", "export", run, out) == f"{out} holds the model of step 1: olmoe, bf16\n"
     assert transformers.AutoModelForCausalLM.from_pretrained(out).num_parameters() > 0
-    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "run" / "tokenizer.json").read_bytes()
-    assert "is there and is no empty folder" in complaint("convert", "export", tmp_path / "run", out)
-    assert "holds no checkpoint of step 7" in complaint("convert", "export", tmp_path / "run", out / "x", "--step=7")
+    assert (out / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
+    assert "is there and is no empty folder" in complaint("convert", "export", run, out)
+    assert "holds no checkpoint of step 7" in complaint("convert", "export", run, out / "x", "--step=7")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_family_with_shared_experts_lacks_none_where_the_model_has_none(tmp_path: Path) -> None:
+    import transformers
+
+    routing = {"use": "topk", "score": "sigmoid", "balance": [{"kind": "expert_bias"}]}  # as in the quickstart
+    run = run_of(tmp_path, {"preset": "qwen3-moe-tiny"}, routing=routing)
+    out = tmp_path / "out"
+    first, why = moefw_says("convert", "export", run, out).splitlines()
+    assert first.endswith("holds the model of step 1: glm4_moe, bf16")
+    assert why == "glm4_moe is the family that computes this. It has shared experts; here they are empty tensors."
+    _, found = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(found.values()), found
+    moefw_says("convert", "import", out, tmp_path / "imported")
+    moefw.save_pretrained(moefw.from_pretrained(out), tmp_path / "written")
+    assert same(tensors_of(tmp_path / "written"), tensors_of(out))
 
 
 MANY = {"pp": 2, "dense": {"tp": 2, "shard": "all"}, "experts": {"ep": 2, "shard": "all"}}

@@ -55,6 +55,7 @@ def placed(
         else:
             origins[name] = places[0]
     claimed = {origin.name for name in names for origin in _everywhere(name, rules, num_experts)}
+    claimed |= {name for name, stored in folder.tensors.items() if 0 in stored.shape}  # they hold nothing
     for name in sorted(folder.tensors.keys() - claimed):
         if not problems and not re.fullmatch(UNUSED, name) and not _may_be_left(name, model):
             what = f"{folder.path} holds {name}, which the model does not have."

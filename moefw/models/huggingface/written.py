@@ -196,6 +196,22 @@ def _with_rotary_factor(rope: Tree) -> dict[str, Any]:
     return {"partial_rotary_factor": 1.0, **rope}
 
 
+def empty_tensors(config: Tree) -> dict[str, tuple[int, ...]]:
+    """Shapes, by name, of the tensors without values that ``transformers`` makes of a configuration.
+
+    A family with shared experts makes them also if there are none: matrices of width 0.
+    """
+    if config.get("n_shared_experts") != 0:
+        return {}
+    dim = config["hidden_size"]
+    shapes = {"gate_proj": (0, dim), "up_proj": (0, dim), "down_proj": (dim, 0)}
+    return {
+        f"model.layers.{layer}.mlp.shared_experts.{matrix}.weight": shape
+        for layer in range(config["first_k_dense_replace"], config["num_hidden_layers"])
+        for matrix, shape in shapes.items()
+    }
+
+
 WRITERS: Final[Mapping[str, tuple[str, str, Callable[[Tree, Tree, Tree], dict[str, Any]]]]] = {
     "qwen3_moe": ("Qwen3Moe", "gqa", _qwen3),
     "qwen2_moe": ("Qwen2Moe", "gqa", _qwen2),
