@@ -14,17 +14,22 @@ from moefw.training.faults.requests import StopRequests
 from moefw.training.records.metrics import METRICS
 
 PAGE = "report.html"
+COMPARISON = "comparison.html"
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
-@click.option("--out", type=click.Path(path_type=Path), help="The page.  [default: report.html in the first RUN]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="The page.  [default: report.html in RUN, or comparison.html in the first of several]",
+)
 def report(runs: tuple[Path, ...], out: Path | None) -> int:
     """Write one HTML page about RUN (a run's folder), or about several runs beside each other.
 
     The page needs no other file and no network. A run may still be going. An earlier page is replaced whole.
     """
-    out = runs[0] / PAGE if out is None else out
+    out = runs[0] / (PAGE if len(runs) == 1 else COMPARISON) if out is None else out
     try:
         with waiting("reading the run" if len(runs) == 1 else "reading the runs"):
             _write_page(runs, out)

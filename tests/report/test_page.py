@@ -181,11 +181,26 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     said(of(first, first), f"{first} ")
 
 
+def figures(html: str) -> list[str]:
+    return re.findall(r"<figure.*?</figure>", html, re.DOTALL)
+
+
+def test_a_run_with_one_evaluation_is_compared_with_those_of_others(tmp_path: Path) -> None:
+    often = write_run(tmp_path / "often", steps=60, eval_every=20)
+    once = write_run(tmp_path / "once", steps=60, eval_every=60)
+    (bits,) = [chart for chart in figures(page(read_runs([often, once]))) if "Held-out text" in chart]
+    assert "once" in bits
+    assert "Held-out text" not in "".join(figures(page(read_runs([once]))))
+
+
 def test_the_command_writes_the_page_whole_and_names_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=30)
     assert say("report", run).out == f"the report is in {run / 'report.html'}\n"
     first = (run / "report.html").read_text()
-    assert say("report", run, run, "--out", tmp_path / "both.html").code == 0
+    other = write_run(tmp_path / "other", steps=30)
+    assert say("report", run, other).out == f"the report is in {run / 'comparison.html'}\n"
+    assert (run / "report.html").read_text() == first
+    assert say("report", run, other, "--out", tmp_path / "both.html").code == 0
     (run / "metrics.jsonl").write_text("{\n{\n")
     assert say("report", run).refuses("metrics.jsonl:1")
     assert (run / "report.html").read_text() == first

@@ -52,17 +52,17 @@ def _evaluations(run: Run, runs: Sequence[Run]) -> Points | None:
 
 
 def _bits(runs: Sequence[Run], charts: Charts) -> list[Block]:
-    """Evaluations in bits a byte beside zlib's, if there are at least two of a run."""
+    """Evaluations in bits a byte beside zlib's, if there are at least two."""
     points = []
     for run in runs:
         known: list[Any] = [
             one for one in run.evaluations if one.bits_per_byte is not None and math.isfinite(one.bits_per_byte)
         ]
-        if len(known) > 1:
+        if known:
             label = "held-out text" if len(runs) == 1 else run.name
             bits = [one.bits_per_byte for one in known]
             points.append(Points([one.step for one in known], bits, label, role_of(run, runs)))
-    if not points:
+    if sum(len(dots.steps) for dots in points) < 2:
         return []
     zlib = {
         event["zlib_bits_per_byte"]
