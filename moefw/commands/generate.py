@@ -17,7 +17,9 @@ from moefw.core.errors import DataError, printable
 @click.option("--chat", help="A question, asked as the chat template of the run's data has it.")
 @click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many tokens to add.")
 @click.option(
-    "--window", type=click.IntRange(min=1), help="How many tokens the model sees at most.  [default: train.seq_len]"
+    "--window",
+    type=click.IntRange(min=1),
+    help="How many tokens the model sees, the last ones.  [default: train.seq_len]",
 )
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="0: always the best one.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Same seed, same text.")
@@ -53,6 +55,9 @@ def generate(
         if ids is None:
             what = f"the data of this run ({assembly.parts.data.name}) has no conversations."
             raise DataError(what, "Use --prompt, or name its template: data={use: chat, ...}.")
+        if len(ids) > window:
+            cut = f"the model sees the last {window:,} of the {len(ids):,} tokens it is given"
+            click.echo(f"note: {cut}; --window sets how many", err=True)
         text = write(session.model, session.data, ids, tokens=tokens, temperature=temperature, seed=seed, window=window)
     # Of a pipe, click would strip colors: what is not shown is not changed.
     click.echo(printable(text) if sys.stdout.isatty() else text, color=True)

@@ -22,7 +22,7 @@ COMPARISON = "comparison.html"
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="The page.  [default: report.html in RUN, or comparison.html in the first of several]",
+    help="The page.  [default: report.html in RUN, comparison.html in the first of several]",
 )
 def report(runs: tuple[Path, ...], out: Path | None) -> int:
     """Write one HTML page about RUN (a run's folder), or about several runs beside each other.

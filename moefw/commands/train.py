@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from moefw.training.folder import checkpoint_dirs, run_folder
 from moefw.training.job import job_to_go_on
 from moefw.training.launcher import LAUNCHED, check_room, die_with_launcher, run_local_ranks
 from moefw.training.records.ending import RecordedEnd
-from moefw.training.resume import Which, candidates, read_which
+from moefw.training.resume import Which, candidates, is_choice, read_which
 from moefw.training.world import ALONE, place_from_environment, restarted
 
 RESUME = """Continue from a checkpoint of run.dir: the last one, or --resume=last-good (the newest that is whole),
@@ -40,8 +41,11 @@ class _Bare(click.Command):
     """A command whose ``--resume`` means ``--resume=last`` and never takes the next word, which is an override."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Replace a bare ``--resume`` by ``--resume=last``, up to a ``--``."""
+        """Replace a bare ``--resume`` by ``--resume=last``, up to a ``--``. Refuse a choice that follows as a word."""
         end = args.index("--") if "--" in args else len(args)
+        for option, word in pairwise(args[:end]):
+            if option == "--resume" and is_choice(word) and not Path(word).exists():
+                raise click.UsageError(f"--resume takes what it is to continue from behind a =: --resume={word}")
         spelled = ["--resume=last" if arg == "--resume" else arg for arg in args[:end]]
         return super().parse_args(ctx, spelled + args[end:])
 

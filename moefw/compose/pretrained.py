@@ -45,6 +45,7 @@ from moefw.runtime.naming import initialise_adapters, state_tensors
 from moefw.runtime.parallel.gradients import Gradients
 from moefw.runtime.parallel.holders import holdings, writes_state
 from moefw.system.folders import new_folder
+from moefw_kernels.devices import runs_ahead
 
 
 @frozen(eq=False)
@@ -76,6 +77,7 @@ class Pretrained(nn.Module):
         self._steps = RouterSteps(routers, layout, warns=balances)
         self._losses: Sequence[Tensor] = ()
         self._routes = RoutesOfText(module, assembly, layout)
+        self._num_ids: int = assembly.resolved()["model"]["vocab_size"]
 
     def forward(
         self,
@@ -96,7 +98,8 @@ class Pretrained(nn.Module):
         from the scores of now, so gradients reach routers; see :meth:`route_differences`.
 
         Ranks of cp and tp take the same sequences, and each gets all logits; ranks of dp take sequences of their own.
-        Raises ContractError for routes that no router could choose.
+        Raises ContractError for tensors of another shape, for ids on the CPU that the model does not know, and for
+        routes that no router could choose.
         """
         return self._read(self.module.logits, self._batch(input_ids, input_ids, attention_mask, documents, routes))
 
@@ -134,6 +137,7 @@ class Pretrained(nn.Module):
         documents: Tensor | None,
         routes: Tensor | None,
     ) -> Batch:
+        self._require(ids, attention_mask=attention_mask, documents=documents)
         mask = None if attention_mask is None else attention_mask.bool()
         if mask is not None:
             documents = mask.long() if documents is None else documents.masked_fill(~mask, -1)
@@ -148,6 +152,21 @@ class Pretrained(nn.Module):
             routes=None if routes is None else self._routes.own(routes, ids, mask),
             dropless=True,
         )
+
+    def _require(self, ids: Tensor, **beside: Tensor | None) -> None:
+        """Raise ContractError for ids that are none of the model, and for what lies beside them in another shape."""
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+            what = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            raise ContractError(f"input_ids are {what}.", "Hand over a tensor (B, S) of torch.int64.")
+        for name, tensor in beside.items():
+            if tensor is not None and tensor.shape != ids.shape:
+                what = f"{name} is {tuple(tensor.shape)}, and input_ids are {tuple(ids.shape)}."
+                raise ContractError(what, "Hand over one value for each id.")
+        if ids.numel() and not runs_ahead(ids.device):  # of a GPU, the host would wait
+            least, most = int(ids.min()), int(ids.max())
+            if least < 0 or most >= self._num_ids:
+                what = f"input_ids go from {least} to {most}, and the model knows those from 0 to {self._num_ids - 1}."
+                raise ContractError(what, "Encode text with the tokenizer of the model's folder.")
 
     @property
     def _trains(self) -> bool:
@@ -233,7 +252,8 @@ def from_pretrained(path: str | Path, *, device: Device = "cpu", **sections: Map
     """
     root = Path(path)
     if not root.is_dir():
-        raise SpecError(f"{root} is no folder.", "Name a folder with a config.json and safetensors files.")
+        fix = "Name a folder with a config.json and safetensors files."
+        raise SpecError(f"{root} is no folder.", f"{fix} hf download NAME --local-dir DIR fetches one from the hub.")
     model = {"preset": str(root / "config.json"), **sections.get("model", {})}
     place = device_here(device)
     tree: Tree = {"run": {"device": place.type}, **sections, "model": model}

@@ -80,8 +80,10 @@ class Forecast:
             if duration == told or abs(whole_s - self._told_s) <= CORRECTED * self._told_s:
                 return ""
             duration = f"{duration}, not {told},"
-        measured = f"{step_s:.3g} s a step, measured over steps {self._start + skipped + 1} to {self._start + done}"
-        return f"this run takes {duration} on this machine ({measured})"
+        first = self._start + skipped + 1
+        last = self._start + done
+        steps = f"in step {last}" if first == last else f"over steps {first} to {last}"
+        return f"this run takes {duration} on this machine ({step_s:.3g} s a step, measured {steps})"
 
     def _whole_s(self, step_s: float, *, done: int = 0) -> float:
         """Seconds of all evaluations, and of the steps that are left after ``done`` ones, of ``step_s`` each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from moefw.core.errors import CheckpointError, SpecError, nearest
 from moefw.training.folder import checkpoint_dirs
@@ -14,16 +14,17 @@ Which = Word | int
 """The newest checkpoint; the newest intact one; the newest if there is one, else none; or that of a step."""
 
 
+def is_choice(text: str) -> bool:
+    """Whether ``--resume=TEXT`` names a checkpoint."""
+    return re.fullmatch(r"[0-9]{1,18}", text) is not None or text in get_args(Word)
+
+
 def read_which(text: str) -> Which:
     """Choice that ``--resume=TEXT`` names. Raises SpecError if it names none."""
-    words: tuple[Word, ...] = get_args(Word)
-    if re.fullmatch(r"[0-9]{1,18}", text):
-        return int(text)
-    for word in words:
-        if text == word:
-            return word
-    what = f"--resume={text} names no checkpoint."
-    raise SpecError(what, f"{nearest(text, words)} A number is the step that a checkpoint was saved at.")
+    if not is_choice(text):
+        what = f"--resume={text} names no checkpoint."
+        raise SpecError(what, f"{nearest(text, get_args(Word))} A number is the step that a checkpoint was saved at.")
+    return int(text) if text.isdecimal() else cast(Word, text)
 
 
 def candidates(run_dir: Path, which: Which) -> list[tuple[int, Path]]:

@@ -519,8 +519,28 @@ def test_no_folder_is_written_over(tmp_path: Path) -> None:
     assert same(tensors_of(tmp_path / "in"), tensors_of(tmp_path / "copy"))
 
 
+def test_what_a_model_cannot_read_is_told(tmp_path: Path) -> None:
+    model_of("mixtral").save_pretrained(tmp_path)
+    model = moefw.from_pretrained(tmp_path)
+    ids = torch.randint(62, (2, 9))
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        (r"input_ids go from 62 to 123, and the model knows those from 0 to 61\.", (torch.tensor([[62, 123]]),)),
+        (r"input_ids go from -1 to 3, and", (torch.tensor([[-1, 3]]),)),
+        (r"input_ids are \(9,\) torch.int64\. Hand over a tensor \(B, S\) of torch.int64", (ids[0],)),
+        (r"input_ids are \(2, 9\) torch.float32\.", (ids.float(),)),
+        (r"input_ids are a list\.", (ids.tolist(),)),
+        (r"attention_mask is \(2, 8\), and input_ids are \(2, 9\)\.", (ids, torch.ones(2, 8))),
+        (r"documents is \(2, 8\), and input_ids are \(2, 9\)\.", (ids, None, torch.zeros(2, 8, dtype=torch.int64))),
+    ]
+    for told, arguments in calls:
+        with pytest.raises(moefw.ContractError, match=told):
+            model(*arguments)
+
+
 def test_where_there_is_no_folder_nothing_is_read(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="is no folder"):
-        moefw.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(
+        SpecError, match=r"is no folder\. .* hf download NAME --local-dir DIR fetches one from the hub\."
+    ):
+        moefw.from_pretrained("Qwen/Qwen3-30B-A3B")
     with pytest.raises(MoefwError, match=r"config\.json cannot be read"):
         moefw.from_pretrained(tmp_path)

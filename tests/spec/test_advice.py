@@ -94,6 +94,8 @@ def refused(override: str) -> list[str]:
         ("parallel.experts=4", "Write for example {ep: 1}."),
         ("run.observers=wandb", "Write [wandb]."),
         ("train.lr=small", "Write for example 0.003."),
+        ("train.steps=1e3", "Write 1000."),
+        ("train.steps=0.0", "Write for example 300."),
         ("run.dir={a: 1}", "Write for example runs/default."),
         ("data={use: jsonl}", "File or folder; of a folder, the files with the ending of the source are read."),
     ],

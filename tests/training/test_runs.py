@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -143,6 +144,25 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_a_seed(trained: t
     )
     assert first == second
     assert first.startswith("the quick")
+
+
+def test_generate_says_how_much_of_a_prompt_the_model_sees(trained: tuple[Path, str]) -> None:
+    run, _ = trained
+    with redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
+        main(["generate", str(run), "--prompt", "the quick brown fox", "--tokens", "1", "--window", "4"])
+    cut = re.search(
+        r"note: the model sees the last 4 of the (\d+) tokens it is given; --window sets how many", said.getvalue()
+    )
+    assert cut is not None
+    assert int(cut[1]) > 4
+
+
+@pytest.mark.parametrize("choice", ["3", "last-good"])
+def test_a_choice_behind_resume_is_told_to_follow_a_sign(trained: tuple[Path, str], choice: str) -> None:
+    run, _ = trained
+    for words in ((run / "spec.yaml", "--resume", choice), ("--resume", choice, run / "spec.yaml")):
+        said = moefw_says("train", *words, code=2)
+        assert f"--resume takes what it is to continue from behind a =: --resume={choice}" in said
 
 
 def test_generate_says_once_that_it_reads_all_again(trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,8 @@ def hint(kind: Any, data: object, field: attrs.Attribute[Any] | None = None) -> 
         with suppress(ValueError):
             if is_scalar(kind, scalar(data)):
                 return "Leave out the quotes."
+    if kind is int and isinstance(data, float) and data.is_integer() and (not field or _accepts(field, int(data))):
+        return f"Write {int(data)}."
     if _is_item(kind, data):
         return f"Write [{flow(data)}]."
     value = _of_kind(kind) if field is None else _of_field(field)

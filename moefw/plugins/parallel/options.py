@@ -85,9 +85,10 @@ def fit_world(world: int | None, *, unit: int, exactly: bool, sizes: str, sharin
         needed = f"a multiple of {unit}"
         nearest = max(1, round(world / smallest)) * smallest
     if not fits:
+        found = "1 rank does" if world == 1 else f"{world} ranks do"
         raise PlanError(
-            f"{world} ranks do not fit this layout, which wants {needed} = {sizes}.",
-            f"Start {nearest} ranks, or change the sizes.",
+            f"{found} not fit this layout, which wants {needed} = {sizes}.",
+            f"Start {nearest} {'rank' if nearest == 1 else 'ranks'}, or change the sizes.",
         )
     return world
 
