@@ -185,6 +185,7 @@ def _cluster(
         name=name,
         memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else usable_bytes() // here,
         cores=max(1, usable_cores() // here),
+        capability=_compute_capability(device) if on_gpu else None,
         board_power_w=_board_power_w(device) if on_gpu else None,
         threads=None if on_gpu else torch.get_num_threads(),
         ranks={group.link: len(group.ranks) for group in groups},
@@ -192,6 +193,16 @@ def _cluster(
     )
     sizes = ON_A_GPU if on_gpu else ON_A_CPU
     return cluster_of(readings, around, sizes=sizes, by=by)
+
+
+def _compute_capability(device: torch.device) -> float | None:
+    """Compute capability of a GPU; None of one that is not CUDA's."""
+    import torch
+
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return major + minor / 10
 
 
 def _board_power_w(device: torch.device) -> float | None:

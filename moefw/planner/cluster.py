@@ -110,14 +110,16 @@ class Gpu:
     """A GPU. ``names``: what PyTorch calls it; of a rank on a CPU, the processor and the rank's threads.
 
     ``memory_gib``: what a process can allocate, and the driver holds. ``memory_tb_per_s``: read and written by a copy.
-    ``board_power_w``: None on a CPU. ``threads``: those of a rank on a CPU, which has no host beside it; None: it is a
-    GPU. ``products``, ``dgrads``, ``wgrads``, ``attention`` and ``passes`` are known where they were measured.
+    ``compute_capability``: what it can do, by CUDA's number, such as 9.0. It and ``board_power_w`` are None on a CPU.
+    ``threads``: those of a rank on a CPU, which has no host beside it; None: it is a GPU. ``products``, ``dgrads``,
+    ``wgrads``, ``attention`` and ``passes`` are known where they were measured.
     """
 
     names: tuple[str, ...] = field(validator=min_len(1))
     peak_tflops: Peaks
     memory_gib: Figure
     memory_tb_per_s: Figure
+    compute_capability: Figure | None = None
     board_power_w: Figure | None = None
     threads: Figure | None = None
     products: tuple[Product, ...] = ()
@@ -127,6 +129,11 @@ class Gpu:
     """Gradients of weights, added to sums in fp32: of products where they were not measured."""
     attention: tuple[Attention, ...] = ()
     passes: tuple[Pass, ...] = ()
+
+    @property
+    def capability(self) -> str | None:
+        """Compute capability as CUDA spells it; None: unknown, or no GPU."""
+        return None if self.compute_capability is None else f"{self.compute_capability.value:.1f}"
 
 
 @frozen(kw_only=True)

@@ -175,6 +175,8 @@ def test_the_cluster_of_gpus_has_what_torch_and_the_driver_say_of_one(monkeypatc
 
     says("get_device_name", "NVIDIA H100 80GB HBM3")
     says("mem_get_info", (1 << 30, 80 << 30))
+    says("get_device_capability", (10, 3))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(calibrate, "_board_power_w", lambda _: 700.0)
     shape = "8192 x 8192 x 8192"
     of = dict.fromkeys((COPIED, f"products of bf16, {shape}", f"products of fp8, {shape}"), READING)
@@ -185,6 +187,7 @@ def test_the_cluster_of_gpus_has_what_torch_and_the_driver_say_of_one(monkeypatc
     assert set(asked) == {gpu}
     assert made.names == ("NVIDIA H100 80GB HBM3",)
     assert made.memory_gib.value == 80.0
+    assert made.capability == "10.3"
     assert made.board_power_w is not None
     assert made.board_power_w.value == 700.0
     assert [(product.format, product.rows) for product in made.products] == [("bf16", 8192), ("fp8", 8192)]

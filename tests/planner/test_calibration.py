@@ -444,6 +444,7 @@ AROUND = Surroundings(
     name="a GPU",
     memory_bytes=3 << 30,
     cores=4,
+    capability=9.0,
     board_power_w=700.0,
     threads=None,
     ranks={"node": 2},
@@ -506,6 +507,7 @@ def test_readings_become_figures_that_say_how_they_were_measured() -> None:
     assert [(each.format, each.rows, each.columns, each.depth) for each in gpu.wgrads] == [("bf16", 4, 16, 8)]
     assert gpu.attention[0].scores == 2 * 3 * 5 * 6 // 2
     assert gpu.threads is None
+    assert gpu.capability == "9.0"
     assert (gpu.memory_gib.value, gpu.memory_gib.source) == (3.0, f"{by}: the system says so")
     host = (cluster.host_launch_us, cluster.host_forward_us, cluster.host_backward_us, cluster.host_cores)
     assert [figure and figure.value for figure in host] == [8.0, 9.0, 10.0, 4.0]

@@ -409,8 +409,10 @@ def test_a_cluster_needs_the_links_on_which_a_plan_sends() -> None:
     assert lacks(LAPTOP, planned(2)[1]) == []
     h100 = cluster.read("h100")
     assert lacks(evolve(h100, links=Links(node=h100.links.node)), planned(2)[1]) == []
-    assert lacks(evolve(h100, gpu=evolve(h100.gpu, board_power_w=None), links=Links()), planned(1)[1]) == [
-        "gpu.board_power_w"
+    unlike_any = evolve(h100.gpu, board_power_w=None, compute_capability=None)
+    assert lacks(evolve(h100, gpu=unlike_any, links=Links()), planned(1)[1]) == [
+        "gpu.board_power_w",
+        "gpu.compute_capability",
     ]
 
 

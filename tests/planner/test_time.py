@@ -30,7 +30,7 @@ from moefw.planner.data_files import Figure
 from moefw.planner.report import Position, Product, Transfer, Work
 from moefw.planner.time import likeness, software
 from moefw.planner.time.costs import EXPERT_REGIONS, Costs, Shapes, distinct, places_of_token, quantized_weights
-from moefw.planner.time.figures import figures
+from moefw.planner.time.figures import figures, generation_name
 from moefw.planner.time.forecast import forecast, lacks
 from moefw.planner.time.nodes import Nodes
 from moefw.planner.time.scale import GLOBAL, Scale, fitted
@@ -351,6 +351,19 @@ def test_graphs_take_launches_from_the_host_scope_by_scope() -> None:
     assert launches == sorted(launches, reverse=True)
     assert launches[-1] == 0.0
     assert steps[-1].step_s < steps[0].step_s
+
+
+def test_a_graph_of_the_counts_before_a_dispatch_launches_once_where_there_are_any() -> None:
+    def launches(graphs: tuple[str, ...]) -> Sequence[float]:
+        runs = Software(implementation="megatron", graphs=graphs)
+        costs = costs_on(H100, runs)
+        return [costs.of(work).launches for work in MODEL.layer(0, 1, is_dense=False)]
+
+    of_regions = {work.region: work for work in MODEL.layer(0, 1, is_dense=False)}
+    fewer = [many - few for many, few in zip(launches(()), launches(("moe_preprocess",)), strict=True)]
+    of_dispatch = software.implementation("megatron").regions["dispatch"]
+    assert sorted(fewer)[-2:] == [of_dispatch.backward.preprocess - 1, of_dispatch.forward.preprocess - 1]
+    assert fewer.count(0.0) == 2 * len(of_regions) - 2
 
 
 def test_graphs_never_make_a_step_longer_not_even_one_that_waits_for_links() -> None:
@@ -786,6 +799,50 @@ def test_short_sums_cost_a_faster_format_more_of_its_rate() -> None:
         return rates.product(long, is_grouped=False) / rates.product(short, is_grouped=False) / 16
 
     assert share("float8_e4m3fn") < share("bfloat16") < 1
+
+
+DENSE = Product("mm", "bfloat16", (8192, 8192, 1 << 20), 1, "fprop")
+"""A product of a sum so long that tiles cost nothing."""
+
+
+def dense_share(on: Cluster) -> float:
+    """Share of its peak of bf16 that a GPU reaches in a long product."""
+    seconds = Scale.of(fitted(), on, figures()).products * costs_on(on, Software()).rates.product(
+        DENSE, is_grouped=False
+    )
+    return DENSE.flops / seconds / 1e12 / on.gpu.peak_tflops.bf16.value
+
+
+def gpu_like(name: str, *, capability: float, watts: float, tflops: float) -> Cluster:
+    on = cluster.read(name)
+
+    def figure(value: float) -> Figure:
+        return Figure(value=value, estimated="for a test")
+
+    peaks = evolve(on.gpu.peak_tflops, bf16=figure(tflops))
+    gpu = evolve(on.gpu, peak_tflops=peaks, compute_capability=figure(capability), board_power_w=figure(watts))
+    return evolve(on, gpu=gpu)
+
+
+@pytest.mark.parametrize("name", cluster.names())
+def test_the_generation_of_a_gpu_follows_from_its_compute_capability_and_not_from_what_it_multiplies(name: str) -> None:
+    on = cluster.read(name)
+    for fp4 in (None, Figure(value=1979.0, estimated="for a test")):
+        other = evolve(on, gpu=evolve(on.gpu, peak_tflops=evolve(on.gpu.peak_tflops, fp4=fp4)))
+        assert dense_share(other) == dense_share(on)
+        assert generation_name(other) == ("hopper" if name in ("h100", "h200") else "blackwell")
+
+
+def test_a_gpu_with_more_power_for_its_peak_comes_nearer_to_it_and_none_gets_there() -> None:
+    h100 = dense_share(cluster.read("h100"))
+    assert dense_share(gpu_like("h100", capability=9.0, watts=350, tflops=756)) < 0.8 * h100
+    # As much power for each operation, as in a GPU of twice the size, is as much of a peak.
+    assert dense_share(gpu_like("h100", capability=9.0, watts=1400, tflops=1978.8)) == pytest.approx(h100, rel=0.01)
+    a100 = gpu_like("h100", capability=8.0, watts=400, tflops=312)
+    h20 = gpu_like("h100", capability=9.0, watts=500, tflops=148)
+    assert h100 < 0.75
+    for on in (a100, h20):
+        assert dense_share(on) == pytest.approx(0.9, abs=0.01)
 
 
 def test_a_node_of_a_cluster_is_a_power_of_two() -> None:

@@ -62,14 +62,15 @@ class Surroundings:
     """What is known without a measurement of time.
 
     ``name``: what a run calls the GPU, or the processor and its threads. ``memory_bytes``, ``cores``: for each rank.
-    ``board_power_w``: None: unknown. ``threads``: of a rank on a CPU; None: on a GPU. ``ranks``: by link, how many
-    reach each other. ``message_bytes``: of a large message.
+    ``capability``: the compute capability; it and ``board_power_w`` None: unknown. ``threads``: of a rank on a CPU;
+    None: on a GPU. ``ranks``: by link, how many reach each other. ``message_bytes``: of a large message.
     """
 
     about: str
     name: str
     memory_bytes: int
     cores: int
+    capability: float | None
     board_power_w: float | None
     threads: int | None
     ranks: dict[str, int]
@@ -98,8 +99,9 @@ def cluster_of(readings: Readings, around: Surroundings, *, sizes: Sizes, by: st
         peak_tflops=Peaks(bf16=peaks["bf16"], fp32=peaks["fp32"], fp8=peaks["fp8"]),
         memory_gib=figures.read(around.memory_bytes / GIB),
         memory_tb_per_s=copy,
-        board_power_w=None if around.board_power_w is None else figures.read(around.board_power_w),
-        threads=None if around.threads is None else figures.read(around.threads),
+        compute_capability=figures.read_if_known(around.capability),
+        board_power_w=figures.read_if_known(around.board_power_w),
+        threads=figures.read_if_known(around.threads),
         products=products,
         dgrads=figures.dgrads(sizes.shapes_of_dgrads),
         wgrads=figures.wgrads(sizes.shapes),
@@ -138,6 +140,10 @@ class _Figures:
     def read(self, value: float) -> Figure:
         """Figure of what the system says."""
         return Figure(value=_rounded(value), source=f"{self._by}: the system says so")
+
+    def read_if_known(self, value: float | None) -> Figure | None:
+        """The same; None if the system does not say it."""
+        return None if value is None else self.read(value)
 
     def named(self, name: str) -> Figure | None:
         """Figure of a measurement; None if it failed or was not made."""

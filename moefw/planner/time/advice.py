@@ -19,7 +19,7 @@ from moefw.planner.cluster import Cluster
 from moefw.planner.data_files import read_file
 from moefw.planner.overhead import left_bytes
 from moefw.planner.report import Ledger
-from moefw.planner.time.figures import figures
+from moefw.planner.time.figures import generation_name
 from moefw.planner.time.forecast import Forecast
 
 FILE: Final = Path(__file__).parent / "advice.yaml"
@@ -122,7 +122,7 @@ def _trial(
     option: Option, time: Forecast, assembly: Assembly, assemble: Callable[[Sequence[str]], Assembly]
 ) -> Trial | None:
     """Trial of an option; None if it is not for the cluster, or the spec has it already or refuses it."""
-    if option.gpus and _generation(time.cluster) not in option.gpus:
+    if option.gpus and generation_name(time.cluster) not in option.gpus:
         return None
     if option.keeps_all and not _all_fits(time.plan, time.cluster):
         return None
@@ -133,7 +133,7 @@ def _trial(
         if _accepts(assemble, asked):
             return Trial(asked, option.because, option.source)
         on_a_gpu = (*asked, ON_A_GPU)
-        if _generation(time.cluster) is not None and _accepts(assemble, on_a_gpu):
+        if time.cluster.gpu.threads is None and _accepts(assemble, on_a_gpu):
             return Trial(on_a_gpu, option.because, option.source)
     return None
 
@@ -144,11 +144,6 @@ def _accepts(assemble: Callable[[Sequence[str]], Assembly], asked: Sequence[str]
     except MoefwError:
         return False
     return True
-
-
-def _generation(cluster: Cluster) -> str | None:
-    """Generation of a cluster's GPUs; None: it has none, but threads of a processor."""
-    return None if cluster.gpu.threads is not None else figures().generation_name(cluster)
 
 
 def _all_fits(plan: Ledger, cluster: Cluster) -> bool:

@@ -318,7 +318,7 @@ class Costs:
         graphed = 0.0
         if any(work.region in self.implementation.graph_scopes.get(scope, ()) for scope in held):
             graphed, number = number, 1 / self.figures.graph_regions.value
-        if "moe_preprocess" in held:
+        if "moe_preprocess" in held and preprocess:
             graphed, preprocess = graphed + preprocess, 1.0
         return number + preprocess, graphed
 

@@ -133,7 +133,10 @@ def lacks(cluster: Cluster, plan: Ledger | None = None, runs: Software | None = 
             **{name: getattr(cluster, name) for name in of_host},
         }
     else:
-        needed = {"gpu.board_power_w": cluster.gpu.board_power_w}
+        needed = {
+            "gpu.board_power_w": cluster.gpu.board_power_w,
+            "gpu.compute_capability": cluster.gpu.compute_capability,
+        }
     links = ("node", "network") if plan is None else _links_in_use(cluster, plan)
     needed |= {f"links.{link}": getattr(cluster.links, link) for link in links}
     if plan is not None and cluster.gpu.threads is None:

@@ -28,8 +28,8 @@ class Fitted:
     """Fitted numbers. ``products``, ``grouped``, ``passes``: of the shares that the figures say; ``grouped`` more.
 
     ``host``: of the host's time for a launch; ``transfers``: of the time of transfers of experts; ``power``: the
-    exponent of board power; ``merged``: the share of transfers that overlap leaves exposed. ``software_2025`` and
-    ``stacks``: the time of a step of such software beside that of Megatron in 2026.
+    exponent of a board's power for each TFLOPS; ``merged``: the share of transfers that overlap leaves exposed.
+    ``software_2025`` and ``stacks``: the time of a step of such software beside that of Megatron in 2026.
     """
 
     products: float = field(validator=gt(0.0))
@@ -128,8 +128,7 @@ class Scale:
     @classmethod
     def _published(cls, numbers: Fitted, cluster: Cluster, figures: Figures) -> Scale:
         """Scale of fitted numbers on a cluster of GPUs."""
-        assert cluster.gpu.board_power_w is not None, "the cluster lacks no figure"
-        power = (cluster.gpu.board_power_w.value / figures.generation(cluster).board_power_w.value) ** numbers.power
+        power = _power(numbers, cluster, figures)
         launch = figures.host_launch_us if cluster.host_launch_us is None else cluster.host_launch_us
         host_s = launch.value * MICRO * numbers.host
         return cls(
@@ -176,6 +175,13 @@ class Scale:
         gpu = self.device(spent) + self.exposed(spent, is_merged=is_merged)
         both: float = (gpu**order + self.host(spent) ** order) ** (1 / order)
         return both
+
+
+def _power(numbers: Fitted, cluster: Cluster, figures: Figures) -> float:
+    """What shares of a generation are multiplied with on a GPU, for its power. No product exceeds ``most_of_peak``."""
+    generation = figures.generation(cluster)
+    power: float = generation.power_of(cluster.gpu) ** numbers.power
+    return min(power, figures.most_of_peak.value / (numbers.products * generation.highest_share))
 
 
 def _seconds(figure: Figure | None) -> float:
