@@ -66,6 +66,8 @@ KEYS = {
 }
 
 
+H100 = evolve(cluster.read("h100"), host_launch_us=Figure(value=6.0, estimated="for a test"))
+NOTHING = Work(layer=0, layers=1, region="layer", phase="forward", products=(), transfers=(), operators=0, nbytes=0)
 IN_PARTS = {"tp": 2, "ep": 2, "expert_tp": 2}
 """A layout in which two ranks share an expert."""
 
@@ -212,6 +214,73 @@ def test_tokens_go_to_as_many_ranks_as_published() -> None:
     assert places_of_token(grouped, 8) == pytest.approx(3.63, abs=0.01)
 
 
+DEEPSEEK = Shapes(
+    tokens=4096, hidden=7168, experts=256, top_k=8, ep=64, dispatcher="alltoall", groups=8, top_groups=4, itemsize=2.0
+)
+ROWS = 4096 * 7168 * 2
+"""Bytes of a row for each token."""
+TO_RANKS = Transfer("all-to-all", "ep", 64, round(ROWS * 8 * 7 / 64), round(ROWS * 8 * 56 / 64))
+"""One for each rank, of which a plan's token has eight, on eight nodes."""
+TO_NODES = Transfer("all-to-all", "ep", 64, 0, round(ROWS * 8 * 7 / 8))
+INSIDE = Transfer("all-to-all", "ep", 64, round(ROWS * 8 * 7 / 8), 0)
+"""From where a row lands in a node to its ranks there."""
+IN_NODE, OVER_NETWORK = 450e9, 50e9
+"""Bytes a second of the links of an H100."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "transfers", "network", "node"),
+    [
+        pytest.param({}, [TO_RANKS], 8 * 7 / 8, 0.0, id="to each expert"),
+        pytest.param({"dispatcher": "deepep"}, [TO_RANKS], 7.36 * 7 / 8, 0.0, id="to each rank"),
+        pytest.param({"dispatcher": "deepep", "in_library": True}, [TO_RANKS], 3.63 * 7 / 8, 0.0, id="by DeepEP"),
+        pytest.param({"dispatcher": "hybridep"}, [TO_NODES, INSIDE], 3.63 * 7 / 8, 7.36 * 7 / 8, id="to each node"),
+        pytest.param(
+            {"dispatcher": "hybridep", "in_library": True},
+            [TO_NODES, INSIDE],
+            3.63 * 7 / 8,
+            0.0,
+            id="over both links at once",
+        ),
+        pytest.param(
+            {"dispatcher": "hybridep", "is_static": True}, [TO_NODES, INSIDE], 8 * 7 / 8, 8 * 7 / 8, id="whole rooms"
+        ),
+    ],
+)
+def test_rows_of_moefw_go_once_to_each_expected_place_of_a_token(
+    changes: Mapping[str, Any], transfers: Sequence[Transfer], network: float, node: float
+) -> None:
+    """``network`` and ``node``: rows of each token, one link after the other."""
+    shapes = evolve(DEEPSEEK, **changes)
+    costs = Costs(H100, software.implementation("moefw"), Software(), shapes, figures(), Nodes.of(H100, 8))
+    work = evolve(NOTHING, transfers=tuple(transfers))
+    shares = figures().transfers
+    found = costs.of(work).expert_transfers
+    expected = network * ROWS / OVER_NETWORK / shares.network[shapes.dispatcher].value
+    expected += node * ROWS / IN_NODE / shares.node[shapes.dispatcher].value
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "nodes"), [(2, 4), (4, 2)])
+def test_a_plan_has_a_row_for_as_many_places_of_a_token_as_there_can_be(ranks_per_node: int, nodes: int) -> None:
+    """What is expected is a share of that."""
+    model = "qwen3-30b-a3b-tiny"
+
+    def largest(use: str) -> Sequence[float]:
+        parallel = {"experts": {"ep": 8}, "ranks_per_node": ranks_per_node}
+        found = planned(model, 8, dispatch={"use": use, "backend": "torch"}, parallel=parallel)
+        of_rows = [each for each in found.positions[0].work if each.region in EXPERT_REGIONS]
+        moved = [transfer for each in of_rows for transfer in each.transfers]
+        row = found.tokens * Sizes.of(model).dim * 2
+        return max(each.node for each in moved) / row, max(each.network for each in moved) / row
+
+    ranks = min(Sizes.of(model).top_k, 8)
+    inside, outside = (ranks_per_node - 1) / 8, (8 - ranks_per_node) / 8
+    assert largest("deepep") == pytest.approx((ranks * inside, ranks * outside))
+    to_nodes = min(Sizes.of(model).top_k, nodes) * (nodes - 1) / nodes
+    assert largest("hybridep") == pytest.approx((ranks * (ranks_per_node - 1) / ranks_per_node, to_nodes))
+
+
 LAYOUT = Layout(gpus=256, pp=4, chunks=2, ep=64, node_gpus=8)
 MODEL = Rows(
     sizes=Sizes.of("qwen3-235b-a22b"),
@@ -270,7 +339,6 @@ def halved(figure: Figure) -> Figure:
     return evolve(figure, value=figure.value / 2)
 
 
-H100 = with_launches(cluster.read("h100"), 6.0)
 GPU = H100.gpu
 OFFLOADS = Software(implementation="megatron", graphs="none", ep_overlap=False, offload=("expert_fc1", "moe_act"))
 PLANTED = {
@@ -473,7 +541,10 @@ def test_a_bar_beside_one_row_is_made_of_others_too_and_not_of_the_worst_of_all(
 
 def test_no_published_layout_has_a_bar_that_is_far_wider_than_its_error() -> None:
     rows = likeness.held_out()
-    wide = {row.layout for row in rows if likeness.bar(row.inputs, rows).percent > 25 > 100 * abs(row.error)}
+    largest: dict[str, float] = {}
+    for row in rows:
+        largest[row.layout] = max(largest.get(row.layout, 0.0), 100 * abs(row.error))
+    wide = {row.layout for row in rows if likeness.bar(row.inputs, rows).percent > 25 > largest[row.layout]}
     assert wide == set()
 
 

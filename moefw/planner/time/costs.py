@@ -15,7 +15,7 @@ from attrs import evolve, field, fields, frozen
 from moefw.planner.cluster import PEAK_OF, Cluster
 from moefw.planner.report import OnHost, Product, Transfer, Work
 from moefw.planner.time.figures import Figures
-from moefw.planner.time.nodes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Nodes
+from moefw.planner.time.nodes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, Nodes, Route
 from moefw.planner.time.rates import ITEMSIZE, Rates, rates_of
 from moefw.planner.time.software import Implementation, Kernels, Offloaded, Region, Software
 
@@ -39,6 +39,9 @@ class Shapes:
     ``tokens``: of the residual stream of a rank in a micro-batch. ``etp``: ranks that share an expert. ``groups`` and
     ``top_groups``: a token's experts are in ``top_groups`` of so many groups; 1: anywhere. ``skew``: rows of the rank
     with most beside the mean; 1: forced balance. ``itemsize``: bytes of a value that is sent to experts.
+
+    ``in_library``: whether a library moves rows, once to each node, over both links at once. ``is_static``: whether as
+    much is sent whatever the routing.
     """
 
     tokens: int
@@ -52,6 +55,8 @@ class Shapes:
     top_groups: int = 1
     skew: float = 1.0
     itemsize: float = 2.0
+    in_library: bool = False
+    is_static: bool = False
 
 
 @frozen(kw_only=True, cache_hash=True)
@@ -324,20 +329,55 @@ class Costs:
 
     def _transfers(self, work: Work) -> tuple[float, float, float, float]:
         """Seconds of links in one layer: of experts, of tensors, of gathers, and to the next stage."""
-        experts = tensor = gathers = send = 0.0
-        modelled = self._is_modelled
-        if modelled and work.region == DISPATCH:
-            experts += (1 if work.phase == "recompute" else 2) * self.skewed(self.deduplicated())
+        if work.region in EXPERT_REGIONS:
+            return self.skewed(self._rows(work)), 0.0, 0.0, 0.0
+        tensor = gathers = send = 0.0
         for transfer in work.transfers:
-            if work.region in EXPERT_REGIONS:
-                experts += 0.0 if modelled else self.skewed(self._move(transfer))
-            elif transfer.kind == SEND:
+            if transfer.kind == SEND:
                 send += self._move(transfer)
             elif work.region == OUTSIDE or "dp" in transfer.group or "shard" in transfer.group:
                 gathers += self._move(self._summed(transfer))
             else:
                 tensor += self._move(transfer)
-        return experts, tensor, gathers, send
+        return 0.0, tensor, gathers, send
+
+    def _rows(self, work: Work) -> float:
+        """Seconds of links for the rows of experts in one layer, with even routing."""
+        if self._is_modelled:
+            movements = {DISPATCH: 1 if work.phase == "recompute" else 2}.get(work.region, 0)
+            return movements * self.deduplicated()
+        routes = [(transfer, self._expected(transfer)) for transfer in work.transfers]
+        if self.shapes.in_library and routes:
+            node = sum(transfer.times * route.node for transfer, route in routes)
+            network = sum(transfer.times * route.network for transfer, route in routes)
+            return self.rates.movement(node, network, self.shapes.dispatcher)
+        return sum(
+            transfer.times * self.rates.move(transfer.kind, route, self.shapes.dispatcher) for transfer, route in routes
+        )
+
+    def _expected(self, transfer: Transfer) -> Route:
+        """Route of a transfer of rows, with as many rows of a token as it is expected to have places.
+
+        A plan has as many as there can be, which differs where a row is sent once to all experts of a place.
+        """
+        route = self.nodes.route(transfer)
+        shapes = self.shapes
+        once_to = self.implementation.once_to.get(shapes.dispatcher)
+        if once_to is None or shapes.is_static or transfer.kind != ALL_TO_ALL:
+            return route
+        if once_to == "node" and transfer.network and not transfer.node:  # a hop to the nodes of the plan
+            nodes = self._nodes_of(self.nodes.planned)
+            share = places_of_token(shapes, nodes) / min(shapes.top_k, nodes)
+            return evolve(route, node=share * route.node, network=share * route.network)
+        planned = min(shapes.top_k, shapes.ep)
+        to_ranks = places_of_token(shapes, shapes.ep) / planned
+        to_nodes = places_of_token(shapes, self._nodes_of(self.nodes.real)) / planned
+        over_network = to_nodes if once_to == "node" or shapes.in_library else to_ranks
+        return evolve(route, node=to_ranks * route.node, network=over_network * route.network)
+
+    def _nodes_of(self, gpus: int) -> int:
+        """Nodes of so many GPUs over which the experts lie."""
+        return max(1, -(-self.shapes.ep * self.shapes.etp // gpus))
 
     def sends_meet_no_rows(self, work: Sequence[Work]) -> bool:
         """Whether stages send over the network, and dispatchers inside of nodes alone.
@@ -367,7 +407,7 @@ class Costs:
         shapes = self.shapes
         row = shapes.tokens * shapes.hidden * shapes.itemsize
         everyone = shapes.ep * shapes.etp
-        nodes = max(1, -(-everyone // self.nodes.real))
+        nodes = self._nodes_of(self.nodes.real)
         ranks = places_of_token(shapes, shapes.ep) * shapes.etp * (everyone - 1) / everyone
         to_nodes = places_of_token(shapes, nodes) * (nodes - 1) / nodes if nodes > 1 else 0.0
         return self.rates.movement(row * ranks, row * to_nodes, shapes.dispatcher)

@@ -259,6 +259,8 @@ def shapes_of(assembly: Assembly, plan: Ledger, skew: float) -> Shapes:
     """What of a spec decides the volume of its dispatcher."""
     dims = assembly.site.dims
     groups = getattr(assembly.parts.routing, "groups", None)
+    dispatch = assembly.parts.dispatch
+    in_library = getattr(dispatch, "backend", "") == "library"
     return Shapes(
         tokens=plan.tokens // (assembly.layout.size("tp") * assembly.layout.size("cp")),
         hidden=dims.model_dim,
@@ -270,6 +272,8 @@ def shapes_of(assembly: Assembly, plan: Ledger, skew: float) -> Shapes:
         groups=getattr(groups, "count", 1),
         top_groups=getattr(groups, "keep", 1),
         skew=skew,
+        in_library=in_library,
+        is_static=not in_library and getattr(dispatch, "max_tokens", None) is not None,
     )
 
 

@@ -10,6 +10,7 @@ from moefw.planner.cluster import Cluster
 from moefw.planner.report import Transfer
 
 SEND: Final = "send"
+ALL_TO_ALL: Final = "all-to-all"
 ALL_GATHER: Final = "all-gather"
 REDUCE_SCATTER: Final = "reduce-scatter"
 ALL_REDUCE: Final = "all-reduce"

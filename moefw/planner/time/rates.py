@@ -15,7 +15,7 @@ from moefw.planner.cluster import Product as Measured
 from moefw.planner.report import AGAIN, Product
 from moefw.planner.time.figures import Figures
 from moefw.planner.time.least_squares import costs_of
-from moefw.planner.time.nodes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Route
+from moefw.planner.time.nodes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Route
 from moefw.planner.time.software import Software
 
 TERA: Final = 1e12
@@ -26,7 +26,7 @@ ITEMSIZE: Final[Mapping[str, float]] = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
 WIDER: Final = ("fp4", "fp8", "bf16", "fp32")
 """Formats of operands, each wider than the last."""
 COLLECTIVE_OF: Final[Mapping[str, str]] = {
-    "all-to-all": "all_to_all",
+    ALL_TO_ALL: "all_to_all",
     ALL_GATHER: "all_gather",
     REDUCE_SCATTER: "reduce_scatter",
     ALL_REDUCE: "all_reduce",
@@ -110,7 +110,7 @@ class PublishedRates(Rates):
         if kind == ALL_REDUCE:
             # Counted is the tensor to each peer; a ring sends twice its part to the next rank.
             node, network = 2 * node / route.inside, 2 * network / route.nodes
-        return self.movement(node, network, dispatcher if kind == "all-to-all" else "collectives")
+        return self.movement(node, network, dispatcher if kind == ALL_TO_ALL else "collectives")
 
     def movement(self, node: float, network: float, dispatcher: str) -> float:
         """See :class:`Rates`."""

@@ -95,7 +95,8 @@ class Implementation:
     once, besides the update.
 
     ``has``: the names of its parts, by section of the spec; a section that is not there: any part. ``estimated``: where
-    its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to a node.
+    its numbers are from. ``deduplicates``: dispatchers that send a row once to a rank, and once to a node. ``once_to``:
+    the same of dispatchers whose transfers the plan has measured: to what each of them sends a token's row once.
     ``graph_scopes``: the regions that a CUDA graph of each scope holds. ``fused_grouped_mlp``: regions that differ
     where experts are one fused kernel a product. ``dispatchers``: what they add to the region ``dispatch``.
     ``tensor_scales``: what a scale for each tensor adds to regions that multiply in 8 bits.
@@ -109,6 +110,7 @@ class Implementation:
     has: Mapping[str, tuple[str, ...]] = field(default={}, validator=_sections)
     estimated: str = ""
     deduplicates: tuple[str, ...] = ()
+    once_to: Mapping[str, Literal["rank", "node"]] = {}
     graph_scopes: Mapping[str, tuple[str, ...]] = {}
     regions: Mapping[str, Region] = {}
     once: Once | None = None
