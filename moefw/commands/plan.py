@@ -112,7 +112,11 @@ def plan(
         else:
             told = _predicted(spec, overrides, world, circumstances)
             registry = Registry()
-            told = told.with_advice(lambda more: specs.read(spec, [*overrides, *more], world, registry=registry))
+            told = told.with_advice(
+                lambda more: specs.read(
+                    spec, [*overrides, *more], world, registry=registry, machine=circumstances.machine
+                )
+            )
             told = told if tokens is None else told.with_budget(tokens, tokens_per_s_per_gpu)
         if html is not None:
             _write_page(told, shlex.join([spec, *overrides]), html)
@@ -142,7 +146,7 @@ def _show(told: Prediction | Comparison) -> None:
 
 def _predicted(spec: str, overrides: Sequence[str], world: int | None, circumstances: Circumstances) -> Prediction:
     """Prediction of a spec."""
-    assembly = specs.read(spec, overrides, world)
+    assembly = specs.read(spec, overrides, world, machine=circumstances.machine)
     with waiting("running a step of a rank on tensors without memory"):
         return predict(assembly, circumstances, cache_dir() / PLANS)
 

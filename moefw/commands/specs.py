@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import SpecError
+from moefw.core.site import Machine
 from moefw.training.folder import check_seal
 
 
@@ -22,12 +23,14 @@ def read(
     world: int | None = None,
     *,
     registry: Registry | None = None,
+    machine: Callable[[str], Machine] | None = None,
     trains: bool = True,
     files_here: bool = False,
 ) -> Assembly:
     """Resolve a spec file, by default to train. Raises all its problems at once.
 
-    A run's own spec must be as the run wrote it. ``registry``: one for several specs; None: a new one. ``trains``:
+    A run's own spec must be as the run wrote it. ``registry``: one for several specs; None: a new one. ``machine``:
+    function that returns what the spec runs on, for the device that it asks for; None: this machine. ``trains``:
     problems are also those of what training alone needs, as far as they are known before data are opened.
     ``files_here``: also those of files that this machine lacks, and of a folder that cannot hold the run.
     """
@@ -40,6 +43,7 @@ def read(
         defaults=defaults(),
         registry=registry,
         world=world,
+        machine=machine,
         trains=trains,
         for_run=trains,
         files_here=files_here,

@@ -93,7 +93,14 @@ def tune(
         def resolve(settings: Settings, world: int | None) -> Assembly:
             changed = with_settings(tree, settings)
             return assemble_tree(
-                changed, marks, problems, defaults=defaults(), registry=registry, world=world, for_run=True
+                changed,
+                marks,
+                problems,
+                defaults=defaults(),
+                registry=registry,
+                world=world,
+                machine=where.machine,
+                for_run=True,
             )
 
         own = resolve({}, gpus)

@@ -48,16 +48,17 @@ def assemble(
     defaults: Tree,
     registry: Registry | None = None,
     world: int | None = None,
-    machine: Machine | None = None,
+    machine: Machine | Callable[[str], Machine] | None = None,
     trains: bool = True,
     for_run: bool = False,
     files_here: bool = False,
 ) -> Assembly:
     """Read a spec file and resolve it. Raises one SpecError, PluginError or PlanError that holds every problem.
 
-    ``trains``: see :class:`moefw.Site`. ``for_run``: problems are also those of what a training run needs of its data
-    and its routes, as far as they are known before files are opened. ``files_here``: also those of files that this
-    machine lacks, and of a folder that cannot hold the run.
+    ``machine``: what the spec runs on, or a function that returns it for the device that the spec asks for; None: this
+    machine. ``trains``: see :class:`moefw.Site`. ``for_run``: problems are also those of what a training run needs of
+    its data and its routes, as far as they are known before files are opened. ``files_here``: also those of files that
+    this machine lacks, and of a folder that cannot hold the run.
     """
     problems: list[Problem] = []
     tree, marks = read_spec_file(path, overrides, problems)
@@ -83,7 +84,7 @@ def assemble_tree(
     defaults: Tree,
     registry: Registry | None = None,
     world: int | None = None,
-    machine: Machine | None = None,
+    machine: Machine | Callable[[str], Machine] | None = None,
     trains: bool = True,
     for_run: bool = False,
     files_here: bool = False,
@@ -103,7 +104,8 @@ def assemble_tree(
     layout = work.lay_out(world)
     work.ask_for_graphs(spec.train, layout, trains=trains)
     work.ask_for_an_update()
-    machine = machine or this_machine(device)
+    if not isinstance(machine, Machine):
+        machine = (machine or this_machine)(device)
     site, layers = work.fit(layout, machine, trains=trains)
     if layout is not None:
         with work.asking(()):
@@ -592,7 +594,7 @@ class _Resolution:
         demands += self.update_demands
         capability = (here.machine.capability,) if here.machine.capability else ANY
         has = offers(device=(here.machine.device,), capability=capability, package=tuple(packages))
-        promises.append(("this machine", has))
+        promises.append((here.machine.name, has))
         unheard = {name for name, fact in FACTS.items() if not heard.issuperset(fact.offered_by)}
         return _Statements(promises, demands, unknown | unheard)
 

@@ -137,6 +137,19 @@ class PrecisionPlugin(Plugin):
     row_scales: ClassVar[tuple[str, ...]] = ("input", "weight", "grad")
     """Roles whose rows (columns, if a product sums over rows) are scaled alone, so that outliers spoil no others."""
 
+    @property
+    def emulates(self) -> bool:
+        """Whether products are computed in a wider format than the recipe's, on any machine, and slowly on a GPU.
+
+        Plans take them in the recipe's format; searches for what is fast on GPUs leave the recipe out.
+        """
+        return False
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """Compute capabilities of the GPUs that multiply the recipe's formats, with any library. Empty: all do."""
+        return ()
+
     def build(self, context: BuildContext) -> Precision:
         """Recipe of one layer."""
         raise NotImplementedError

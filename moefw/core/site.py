@@ -53,14 +53,16 @@ class Dims:
 
 @frozen(kw_only=True)
 class Machine:
-    """Hardware of this machine. ``device`` is the device type of tensors.
+    """Hardware that a spec is for, by default of this machine. ``device`` is the device type of tensors.
 
     ``capability``: the lowest compute capability of its GPUs, such as 9.0. None without a GPU, or if it is unknown.
+    ``name``: what messages call it.
     """
 
     device: str = "cpu"
     num_devices: int = 1
     capability: str | None = None
+    name: str = "this machine"
 
     def has_package(self, name: str) -> bool:
         """Whether ``name`` is installed (not whether it works: ``moefw doctor`` imports it).

@@ -15,8 +15,10 @@ from attrs.validators import gt, in_, min_len
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
+from moefw.compose.machine import this_machine
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import PlanError
+from moefw.core.site import Machine
 from moefw.planner import data_files
 from moefw.planner.data_files import SUFFIX, Figure
 from moefw.planner.time.likeness import Inputs
@@ -262,6 +264,15 @@ class Cluster:
         """Peak of products of operands of a dtype, by PyTorch's name; None: there is none."""
         peak: Figure | None = getattr(self.gpu.peak_tflops, PEAK_OF.get(dtype, ""), None)
         return None if peak is None else peak.value
+
+    def machine(self, name: str, device: str) -> Machine:
+        """What a spec runs on here that asks for a device. Packages are those of this machine.
+
+        ``name``: the cluster's.
+        """
+        if self.gpu.threads is not None or device == "cpu":
+            return this_machine(device)
+        return Machine(device="cuda", capability=self.gpu.capability, name=f"a GPU of {name}")
 
     @property
     def without_waits(self) -> Cluster | None:

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
-from moefw.core.errors import SpecError
+from moefw.compose.machine import this_machine
+from moefw.core.errors import PlanError, SpecError
+from moefw.core.site import Machine
 from moefw.planner import cluster as clusters
 from moefw.planner.budget import Budget
 from moefw.planner.cluster import Cluster
+from moefw.planner.formats import unmultiplied
 from moefw.planner.plans import ledger
 from moefw.planner.report import Ledger
 from moefw.planner.time import software
@@ -39,6 +42,12 @@ class Circumstances:
     skew: float = 1.0
     needs_time: bool = False
     """Whether something was asked that the time of a step alone answers."""
+
+    def machine(self, device: str) -> Machine:
+        """What a spec runs on that asks for a device: the cluster, or this machine."""
+        if self.cluster is None or self.cluster_name is None:
+            return this_machine(device)
+        return self.cluster.machine(self.cluster_name, device)
 
     @classmethod
     def read(cls, cluster: str | None, runs_as: str | None, skew: float) -> Circumstances:
@@ -113,9 +122,14 @@ class Prediction:
 
 
 def predict(assembly: Assembly, circumstances: Circumstances, cache: Path) -> Prediction:
-    """Prediction of a spec. ``cache``: folder of earlier ledgers. Raises SpecError for time that cannot be told."""
-    plan = ledger(assembly, cache=cache)
+    """Prediction of a spec. ``cache``: folder of earlier ledgers. Raises SpecError for time that cannot be told, and
+    PlanError for formats that the cluster's GPUs do not multiply.
+    """
     cluster = circumstances.cluster
+    problem = cluster and unmultiplied(assembly.parts.precision, cluster, circumstances.cluster_name)
+    if problem:
+        raise PlanError([problem])
+    plan = ledger(assembly, cache=cache)
     if cluster is None:
         return Prediction(assembly=assembly, plan=plan, circumstances=circumstances, time=None)
     from moefw.planner.time.forecast import HOW_TO_ADD, lacks

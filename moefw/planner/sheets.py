@@ -201,7 +201,7 @@ def step_in_words(time: Forecast) -> list[str]:
         lines.append(f"that is from the errors of {time.bar.checked} small steps which were measured there")
     if time.bar.extrapolated:
         lines.append(f"extrapolated, as {time.bar.nothing_near}: {', '.join(time.bar.extrapolated)}")
-    return lines
+    return [*lines, *time.notes]
 
 
 def what_to_try(advice: Sequence[Advice]) -> Sheet:

@@ -56,6 +56,7 @@ KEYS = {
     "error_percent",
     "extrapolated",
     "checked_steps",
+    "notes",
     "memory_bytes",
     "fits",
     "wire_bytes",
@@ -515,6 +516,27 @@ def test_skewed_routing_is_slower_than_forced_balance_and_only_where_experts_are
         assert skewed.categories[name] == pytest.approx(1.5 * even.categories[name], rel=0.01)
     for name in ("products", "attention", "host launches"):
         assert skewed.categories[name] == pytest.approx(even.categories[name])
+
+
+def test_a_skew_makes_passes_over_rows_longer_and_tells_what_it_leaves_out() -> None:
+    even, skewed = (json.loads(run("--cluster", "h100", "--skew", skew, "--json").output) for skew in ("1", "1.5"))
+    assert even["time"]["notes"] == []
+    (note,) = skewed["time"]["notes"]
+    saved = sum(region["saved"] for region in even["regions"] if region["region"].startswith("expert_"))
+    assert "a skew of 1.5 is in the time alone: the peak and the error bar are of even routing" in note
+    assert f"save {0.5 * saved / 2**30:.3g} GiB more" in note
+    assert skewed["peak_bytes"] == even["peak_bytes"]
+    longer = skewed["seconds"]["memory passes"] - even["seconds"]["memory passes"]
+    passes = dict.fromkeys(("experts", "around"), 0.0)
+    for work in even["work"]:
+        if work["phase"] in ("forward", "backward", "recompute"):
+            if work["region"].startswith("expert_"):
+                passes["experts"] += work["layers"] * work["nbytes"]
+            elif work["region"] in EXPERT_REGIONS:
+                passes["around"] += work["layers"] * work["nbytes"]
+    rate = cluster.read("h100").gpu.memory_tb_per_s.value * 1e12 * figures().passes.value * fitted().passes
+    more = (0.5 * passes["experts"] + 0.25 * passes["around"]) / rate
+    assert longer == pytest.approx(even["micro_batches"] * more, rel=0.01)
 
 
 def test_bars_are_as_wide_as_the_errors_of_like_rows_and_name_what_is_far() -> None:

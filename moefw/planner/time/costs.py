@@ -22,6 +22,8 @@ from moefw.planner.time.software import Implementation, Kernels, Offloaded, Regi
 EXPERT_REGIONS: Final = ("layer", "dispatch")
 """Regions whose transfers are those of dispatchers."""
 DISPATCH: Final = "dispatch"
+ROWS_OF_EXPERTS: Final = "expert_"
+"""How regions are called in which experts multiply their rows."""
 ATTENTION: Final = "core_attn"
 OUTSIDE: Final = "outside"
 IN_8_BITS: Final = "float8_e4m3fn"
@@ -296,7 +298,7 @@ class Costs:
     def _bytes(self, work: Work, region: Region | None) -> float:
         """Bytes of passes over memory of one layer, without the products."""
         if region is None:
-            return float(work.nbytes)
+            return self._share_of_rows(work) * work.nbytes
         kernels = self._pass(work, region)
         stream = self.shapes.tokens * self.shapes.hidden
         read, returned, quantized = _values(work)
@@ -304,6 +306,16 @@ class Costs:
         of_products = kernels.inputs * read + kernels.outputs * returned + kernels.quantized * quantized
         rows = self.shapes.skew * self.shapes.top_k * stream * self._kernels_of_dispatcher(work).rows
         return kernels.stream * stream + skew * of_products + rows
+
+    def _share_of_rows(self, work: Work) -> float:
+        """Bytes of passes on the rank with most rows, beside those with even routing, that a plan has measured.
+
+        All passes around products of experts are over their rows. Of what dispatches and combines pass over, half are
+        rows of the rank's own tokens.
+        """
+        if work.region.startswith(ROWS_OF_EXPERTS):
+            return self.shapes.skew
+        return (1 + self.shapes.skew) / 2 if work.region in EXPERT_REGIONS else 1.0
 
     def _launches(self, work: Work, region: Region | None) -> tuple[float, float]:
         """Launches of the host, and kernels that a CUDA graph launches, of one layer."""

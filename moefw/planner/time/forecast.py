@@ -10,18 +10,19 @@ from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import PlanError
-from moefw.planner.cluster import Cluster
-from moefw.planner.overhead import fits
+from moefw.planner.cluster import GIB, PEAK_OF, Cluster
+from moefw.planner.data_files import Figure
+from moefw.planner.overhead import fits, left_bytes
 from moefw.planner.report import Ledger, Position, Work
 from moefw.planner.time import likeness, software
-from moefw.planner.time.costs import Costs, Shapes, is_attention
+from moefw.planner.time.costs import ROWS_OF_EXPERTS, Costs, Shapes, is_attention
 from moefw.planner.time.figures import figures
 from moefw.planner.time.likeness import Bar, Inputs
 from moefw.planner.time.nodes import Nodes
-from moefw.planner.time.rates import format_of
+from moefw.planner.time.rates import ITEMSIZE, format_of
 from moefw.planner.time.scale import Scale, fitted
 from moefw.planner.time.schedule import Steady, played
-from moefw.planner.time.software import Software
+from moefw.planner.time.software import OURS, Software
 from moefw.planner.time.step import StepTime, StepWork, seconds_without, step_time, step_work
 from moefw.runtime.parallel.meshes import COPIES
 
@@ -36,7 +37,8 @@ ONCE: Final = ("once", "gradients", "optimizer")
 class Forecast:
     """The time of a step. ``bar``: how wrong it may be. ``wire_bytes``: sent by a rank in a step, by link.
 
-    ``inputs``: what of it published rows are like or unlike in. ``work_on``: the work on another cluster.
+    ``inputs``: what of it published rows are like or unlike in. ``work_on``: the work on another cluster. ``notes``:
+    what the time takes for granted, or leaves out.
     """
 
     plan: Ledger
@@ -49,6 +51,7 @@ class Forecast:
     tokens: int
     wire_bytes: Mapping[str, int]
     work_on: Callable[[Cluster], StepWork]
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def processor_s(self) -> float | None:
@@ -108,6 +111,7 @@ class Forecast:
             "error_percent": self.bar.percent,
             "extrapolated": list(self.bar.extrapolated),
             "checked_steps": self.bar.checked,
+            "notes": list(self.notes),
             "memory_bytes": dict(self.memory_bytes),
             "fits": fits(self.cluster, self.plan),
             "wire_bytes": dict(self.wire_bytes),
@@ -136,6 +140,7 @@ def lacks(cluster: Cluster, plan: Ledger | None = None, runs: Software | None = 
         needed = {
             "gpu.board_power_w": cluster.gpu.board_power_w,
             "gpu.compute_capability": cluster.gpu.compute_capability,
+            **_peaks_in_use(cluster, plan, runs),
         }
     links = ("node", "network") if plan is None else _links_in_use(cluster, plan)
     needed |= {f"links.{link}": getattr(cluster.links, link) for link in links}
@@ -143,6 +148,15 @@ def lacks(cluster: Cluster, plan: Ledger | None = None, runs: Software | None = 
         needed |= _needed_of_host(cluster, plan, runs)
     missing = [name for name, figure in needed.items() if not figure]
     return missing if plan is None or not cluster.is_measured else [*missing, *_formats_lacking(cluster, plan)]
+
+
+def _peaks_in_use(cluster: Cluster, plan: Ledger | None, runs: Software | None) -> dict[str, Figure | None]:
+    """Peaks of the formats in which a plan multiplies, of those with published shares."""
+    products = () if plan is None else (product for work in _work(plan) for product in work.products)
+    formats = {PEAK_OF.get(product.dtype, "") for product in products} & {*ITEMSIZE}
+    if runs is not None and runs.fp8_head:
+        formats.add("fp8")
+    return {f"gpu.peak_tflops.{format}": getattr(cluster.gpu.peak_tflops, format) for format in sorted(formats)}
 
 
 def _links_in_use(cluster: Cluster, plan: Ledger) -> list[str]:
@@ -236,7 +250,28 @@ def forecast(
         tokens=assembly.spec.train.tokens_per_step,
         wire_bytes=_wire(busiest, plan.micro_batches),
         work_on=work_on,
+        notes=tuple(_notes(assembly, plan, cluster, runs, skew)),
     )
+
+
+def _notes(assembly: Assembly, plan: Ledger, cluster: Cluster, runs: Software, skew: float) -> Iterator[str]:
+    """Yield what the time of a step takes for granted, or leaves out."""
+    precision = assembly.parts.precision
+    if precision.emulates and runs.implementation == OURS and cluster.gpu.threads is None:
+        yield f"{precision.name} is timed as GPUs multiply its formats; emulated, as the spec has it, it takes longer"
+    if skew > 1.0:
+        more = round((skew - 1) * plan.in_flight * saved_rows(plan))
+        left = left_bytes(cluster, plan)
+        fit = "" if left is None or more <= left else ", which does not fit"
+        yield (
+            f"a skew of {skew:g} is in the time alone: the peak and the error bar are of even routing; experts of the "
+            f"rank with most rows save {more / GIB:.3g} GiB more for backward{fit}"
+        )
+
+
+def saved_rows(plan: Ledger) -> int:
+    """Bytes that products of experts save between forward and backward of a micro-batch."""
+    return sum(region.saved for region in plan.regions if region.region.startswith(ROWS_OF_EXPERTS))
 
 
 def _bar(inputs: Inputs, cluster: Cluster) -> Bar:

@@ -12,6 +12,7 @@ from attrs import frozen
 
 from moefw.planner.cluster import PEAK_OF, Attention, Cluster, Link
 from moefw.planner.cluster import Product as Measured
+from moefw.planner.data_files import Figure
 from moefw.planner.report import AGAIN, Product
 from moefw.planner.time.figures import Figures
 from moefw.planner.time.least_squares import costs_of
@@ -138,17 +139,13 @@ class PublishedRates(Rates):
         return self.cluster.gpu.memory_tb_per_s.value * TERA * share
 
     def _peak(self, dtype: str) -> tuple[str, float]:
-        """Format in which operands of a dtype are multiplied, and operations a second; empty: none of a GPU.
-
-        A GPU without a format multiplies the next wider one.
-        """
+        """Format in which operands of a dtype are multiplied, and operations a second; empty: none with shares."""
         kind = PEAK_OF.get(dtype, "")
-        peaks = self.cluster.gpu.peak_tflops
-        for wider in ("fp4", "fp8", "bf16") if kind in ITEMSIZE else ():
-            figure = getattr(peaks, wider)
-            if ITEMSIZE[wider] >= ITEMSIZE[kind] and figure is not None:
-                return wider, figure.value * TERA
-        return "", 0.0
+        if kind not in ITEMSIZE:
+            return "", 0.0
+        figure: Figure | None = getattr(self.cluster.gpu.peak_tflops, kind)
+        assert figure is not None, "the cluster lacks no figure"
+        return kind, figure.value * TERA
 
     def _share(self, product: Product, kind: str, *, is_grouped: bool) -> float:
         """Share of its peak that a product with endless sums reaches."""

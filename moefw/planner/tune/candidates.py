@@ -15,16 +15,17 @@ FITS: Final = "fit"
 DOES_NOT_FIT: Final = "do not fit"
 REFUSED: Final = "refused by check"
 NOT_IN_SOFTWARE: Final = "not in the software"
+NOT_MULTIPLIED: Final = "in formats that these GPUs do not multiply"
 NOT_MEASURABLE: Final = "not measurable here"
-OUTCOMES: Final = (FITS, DOES_NOT_FIT, REFUSED, NOT_IN_SOFTWARE, NOT_MEASURABLE)
+OUTCOMES: Final = (FITS, DOES_NOT_FIT, REFUSED, NOT_IN_SOFTWARE, NOT_MULTIPLIED, NOT_MEASURABLE)
 
 
 @frozen(kw_only=True)
 class Candidate:
     """Settings, and the time and peak of a step with them. ``label``: the settings in words.
 
-    ``problems``: why ``check`` refuses them, which parts the software lacks, or why they cannot be measured; then
-    nothing else is known. ``problems_are``: which of these.
+    ``problems``: why ``check`` refuses them, which parts the software lacks, why GPUs do not multiply its formats, or
+    why they cannot be measured; then nothing else is known. ``problems_are``: which of these.
     ``complexity``: the parallel dimensions and policies in use. ``position``: the one on pp that needs most memory.
     ``sizes``: of the layout. ``inputs``: what of it published rows are like or unlike in, if its time is known.
     """

@@ -14,6 +14,8 @@ from moefw.planner.tune.candidates import Candidate
 from moefw.planner.tune.ranking import error_percent
 from moefw.planner.tune.search import Search
 
+TOLD_EACH: Final = ("precision",)
+"""Axes of few values, each of which may be out for a reason of its own."""
 REMEDIES: Final = 4
 """Sets of policies that are tried beside known ones for a faster candidate that does not fit."""
 NEAREST: Final = 4
@@ -23,7 +25,7 @@ TIMES: Final = (2, 4, 8, 16, 32)
 
 
 def reasons(search: Search, best: Candidate) -> Iterator[str]:
-    """Yield a line for each axis: the best other candidate a step away on it, and why it is not the best one."""
+    """Yield why the best other candidate a step away on each axis is not the best one, and why others are none."""
     by_axis: dict[str, list[Candidate]] = {}
     for axis, settings in search.steps_from(best.settings):
         known = search.known_at(settings)
@@ -34,9 +36,10 @@ def reasons(search: Search, best: Candidate) -> Iterator[str]:
         if measured:
             yield f"{name}: {_why(search, min(measured, key=lambda each: each.step_s), best)}"
         out = [candidate for candidate in candidates if candidate.problems]
-        if out:
-            more = f" and {len(out) - 1} more" if len(out) > 1 else ""
-            yield f"{name}: not {difference(search, out[0], best)}{more}: {out[0].problems[0]}"
+        told = out if name in TOLD_EACH else out[:1]
+        for candidate in told:
+            more = f" and {len(out) - 1} more" if len(out) > len(told) else ""
+            yield f"{name}: not {difference(search, candidate, best)}{more}: {candidate.problems[0]}"
 
 
 def difference(search: Search, candidate: Candidate, best: Candidate) -> str:

@@ -17,12 +17,15 @@ from attrs import define, field, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import MoefwError
+from moefw.core.plugin import PrecisionPlugin
+from moefw.core.site import Machine
 from moefw.planner.cluster import Cluster
+from moefw.planner.formats import unmultiplied
 from moefw.planner.overhead import left_bytes
 from moefw.planner.report import Ledger
 from moefw.planner.time.forecast import Forecast, forecast, lacks
-from moefw.planner.time.software import Implementation, Software, implementation
-from moefw.planner.tune.candidates import NOT_IN_SOFTWARE, OUTCOMES, REFUSED, Candidate
+from moefw.planner.time.software import OURS, Implementation, Software, implementation
+from moefw.planner.tune.candidates import NOT_IN_SOFTWARE, NOT_MULTIPLIED, OUTCOMES, REFUSED, Candidate
 from moefw.planner.tune.compose import Composer
 from moefw.planner.tune.excerpts import Excerpts, Resolve
 from moefw.planner.tune.settings import MEMORY, PIPELINE, Settings
@@ -47,6 +50,20 @@ class Where:
     name: str
     runs: Software
     skew: float = 1.0
+
+    def machine(self, device: str) -> Machine:
+        """What a candidate runs on that asks for a device."""
+        return self.cluster.machine(self.name, device)
+
+    def cannot_multiply(self, precision: PrecisionPlugin) -> str:
+        """Why a recipe is none here, whose products no GPU multiplies as they are timed; empty: it is one."""
+        problem = unmultiplied(precision, self.cluster, self.name)
+        if problem is not None:
+            return problem.what
+        if self.runs.implementation != OURS or self.cluster.gpu.threads is not None or not precision.emulates:
+            return ""
+        told = f"{precision.name}, as it is set, emulates its products: that is slow on a GPU, and is not timed."
+        return f"{told} Set it to multiply them, as with backend: torch."
 
 
 @define
@@ -225,16 +242,20 @@ class Search:
                 absent = [*self._software.lacks(assembly)]
         except MoefwError as error:
             return self._refused(settings, error)
-        if not absent:
-            return assembly
-        problems = tuple(f"{self.where.runs.implementation} has no {part}." for part in absent)
-        label = self.space.label(settings)
-        return Candidate(settings=settings, label=label, problems=problems, problems_are=NOT_IN_SOFTWARE)
+        if absent:
+            problems = [f"{self.where.runs.implementation} has no {part}." for part in absent]
+            return self._out(settings, problems, NOT_IN_SOFTWARE)
+        reason = self.where.cannot_multiply(assembly.parts.precision)
+        return self._out(settings, [reason], NOT_MULTIPLIED) if reason else assembly
 
     def _refused(self, settings: Settings, error: MoefwError) -> Candidate:
         """Candidate that ``check`` refuses, with every problem."""
-        problems = tuple(" ".join(problem.what.split()) for problem in error.problems)
-        return Candidate(settings=settings, label=self.space.label(settings), problems=problems, problems_are=REFUSED)
+        return self._out(settings, [" ".join(problem.what.split()) for problem in error.problems], REFUSED)
+
+    def _out(self, settings: Settings, problems: Sequence[str], are: str) -> Candidate:
+        """Candidate that is none. ``are``: which problems."""
+        label = self.space.label(settings)
+        return Candidate(settings=settings, label=label, problems=tuple(problems), problems_are=are)
 
     def _forecast(self, assembly: Assembly, ledger: Ledger) -> Forecast:
         where = self.where

@@ -61,9 +61,19 @@ class LowPrecisionPlugin(PrecisionPlugin):
     def te_gpus(self) -> Gpus:
         """GPUs on which Transformer Engine multiplies the codes."""
 
+    @property
+    def emulates(self) -> bool:
+        """Whether operands are dequantized."""
+        return self.backend == "emulate"
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """Compute capabilities of the GPUs on which torch or Transformer Engine multiplies the codes."""
+        return tuple(dict.fromkeys((*self.gpus.capabilities, *self.te_gpus.capabilities)))
+
     def offers(self, site: Site) -> moefw.Offers:
         """Offers: operands are codes and scales, or dequantized to fp32."""
-        operand = "fp32" if self.backend == "emulate" else self.codes
+        operand = "fp32" if self.emulates else self.codes
         replays = moefw.ANY if self.replays and self.backend == "torch" else ("never",)
         return moefw.offers(operand=(operand,), wire=self.wire, replays=replays)
 
