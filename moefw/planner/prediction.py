@@ -122,13 +122,15 @@ class Prediction:
 
 
 def predict(assembly: Assembly, circumstances: Circumstances, cache: Path) -> Prediction:
-    """Prediction of a spec. ``cache``: folder of earlier ledgers. Raises SpecError for time that cannot be told, and
-    PlanError for formats that the cluster's GPUs do not multiply.
+    """Prediction of a spec. ``cache``: folder of earlier ledgers.
+
+    Raises SpecError for time that cannot be told, and PlanError for formats that the cluster's GPUs do not multiply.
     """
     cluster = circumstances.cluster
-    problem = cluster and unmultiplied(assembly.parts.precision, cluster, circumstances.cluster_name)
-    if problem:
-        raise PlanError([problem])
+    if cluster is not None:
+        problem = unmultiplied(assembly.parts.precision, cluster, circumstances.cluster_name)
+        if problem is not None:
+            raise PlanError([problem])
     plan = ledger(assembly, cache=cache)
     if cluster is None:
         return Prediction(assembly=assembly, plan=plan, circumstances=circumstances, time=None)

@@ -359,7 +359,7 @@ class Costs:
             movements = {DISPATCH: 1 if work.phase == "recompute" else 2}.get(work.region, 0)
             return movements * self.deduplicated()
         routes = [(transfer, self._expected(transfer)) for transfer in work.transfers]
-        if self.shapes.in_library and routes:
+        if routes and self.shapes.in_library and self.shapes.dispatcher in self.implementation.once_to:
             node = sum(transfer.times * route.node for transfer, route in routes)
             network = sum(transfer.times * route.network for transfer, route in routes)
             return self.rates.movement(node, network, self.shapes.dispatcher)

@@ -260,7 +260,7 @@ def _notes(assembly: Assembly, plan: Ledger, cluster: Cluster, runs: Software, s
     if precision.emulates and runs.implementation == OURS and cluster.gpu.threads is None:
         yield f"{precision.name} is timed as GPUs multiply its formats; emulated, as the spec has it, it takes longer"
     if skew > 1.0:
-        more = round((skew - 1) * plan.in_flight * saved_rows(plan))
+        more = round((skew - 1) * plan.in_flight * _saved_rows(plan))
         left = left_bytes(cluster, plan)
         fit = "" if left is None or more <= left else ", which does not fit"
         yield (
@@ -269,7 +269,7 @@ def _notes(assembly: Assembly, plan: Ledger, cluster: Cluster, runs: Software, s
         )
 
 
-def saved_rows(plan: Ledger) -> int:
+def _saved_rows(plan: Ledger) -> int:
     """Bytes that products of experts save between forward and backward of a micro-batch."""
     return sum(region.saved for region in plan.regions if region.region.startswith(ROWS_OF_EXPERTS))
 
