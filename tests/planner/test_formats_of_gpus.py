@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from moefw.planner.tune.space import space_of
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 TREE = {
     "model": {"preset": "qwen3-moe-tiny", "num_layers": 2},
-    "precision": {"use": "bf16"},
     "train": {"tokens_per_step": 2048, "micro_batch": 2},
 }
 
@@ -83,26 +83,26 @@ def test_a_format_without_a_peak_is_not_timed_as_another_one(tmp_path: Path) -> 
     assert "the cluster has no gpu.peak_tflops.fp8." in CliRunner().invoke(plan, words).output
 
 
-def search_of_precision(cluster: str) -> Search:
-    """All recipes for one GPU of a cluster, on a machine of any kind."""
+def search_of_precision(cluster: str, runs: Software, own: Mapping[str, Any]) -> Search:
+    """All recipes for one GPU of a cluster, on a machine of any kind. ``own``: the spec's."""
     registry = Registry()
-    where = Where(world=1, cluster=clusters.read(cluster), name=cluster, runs=Software())
+    where = Where(world=1, cluster=clusters.read(cluster), name=cluster, runs=runs)
 
     def resolve(settings: Settings, world: int) -> Any:
-        tree = with_settings(TREE, settings)
+        tree = with_settings({**TREE, "precision": own}, settings)
         return assemble_tree(
             tree, Marks("spec"), defaults=defaults(), registry=registry, world=world, machine=where.machine
         )
 
-    own = resolve({}, 1)
+    assembly = resolve({}, 1)
     registry.load_all()
-    search = Search(space_of(own, registry.parts(), ("precision",), {}), where, resolve, Excerpts(resolve, None))
+    search = Search(space_of(assembly, registry.parts(), ("precision",), {}), where, resolve, Excerpts(resolve, None))
     search.run(20, seed=0)
     return search
 
 
 def test_a_search_leaves_out_emulation_and_formats_of_other_gpus_and_says_why() -> None:
-    search = search_of_precision("gb300")
+    search = search_of_precision("gb300", Software(), {"use": "bf16"})
     chosen = {candidate.settings[PRECISION]["use"]: candidate.settings[PRECISION] for candidate in search.candidates}
     assert {"bf16", "mxfp8", "nvfp4", "fp8-tensor"} <= chosen.keys()
     assert "fp8-blockwise" not in chosen
@@ -114,3 +114,14 @@ def test_a_search_leaves_out_emulation_and_formats_of_other_gpus_and_says_why() 
     assert len(told) == sum(bool(each.problems) for each in search.known.values())
     assert any("mxfp8, as it is set, emulates its products:" in line for line in told)
     assert any("fp8-blockwise needs compute capability 9.0" in line and "gb300 offers 10.3" in line for line in told)
+
+
+@pytest.mark.parametrize(("software", "emulated"), [("moefw", set()), ("megatron", {"mxfp8"})])
+def test_other_software_has_kernels_for_the_recipe_that_a_spec_emulates_and_for_no_other(
+    software: str, emulated: set[str]
+) -> None:
+    own = {"use": "mxfp8", "backend": "emulate"}
+    search = search_of_precision("gb300", Software(implementation=software), own)
+    chosen = [candidate.settings[PRECISION] for candidate in search.candidates]
+    assert {"use": "mxfp8", "backend": "torch"} in chosen
+    assert {choice["use"] for choice in chosen if choice.get("backend") == "emulate"} == emulated

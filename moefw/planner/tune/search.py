@@ -28,7 +28,7 @@ from moefw.planner.time.software import OURS, Implementation, Software, implemen
 from moefw.planner.tune.candidates import NOT_IN_SOFTWARE, NOT_MULTIPLIED, OUTCOMES, REFUSED, Candidate
 from moefw.planner.tune.compose import Composer
 from moefw.planner.tune.excerpts import Excerpts, Resolve
-from moefw.planner.tune.settings import MEMORY, PIPELINE, Settings
+from moefw.planner.tune.settings import MEMORY, PIPELINE, PRECISION, Settings
 from moefw.planner.tune.space import AnyAxis, Space
 
 WEIGHT_OF_MISSING: Final = 3.0
@@ -55,12 +55,16 @@ class Where:
         """What a candidate runs on that asks for a device."""
         return self.cluster.machine(self.name, device)
 
-    def cannot_multiply(self, precision: PrecisionPlugin) -> str:
-        """Why a recipe is none here, whose products no GPU multiplies as they are timed; empty: it is one."""
+    def cannot_multiply(self, precision: PrecisionPlugin, *, is_own: bool) -> str:
+        """Why a recipe is none here, whose products no GPU multiplies as they are timed; empty: it is one.
+
+        ``is_own``: the spec's. Other software runs that with kernels of its own.
+        """
         problem = unmultiplied(precision, self.cluster, self.name)
         if problem is not None:
             return problem.what
-        if self.runs.implementation != OURS or self.cluster.gpu.threads is not None or not precision.emulates:
+        has_kernels = is_own and self.runs.implementation != OURS
+        if has_kernels or self.cluster.gpu.threads is not None or not precision.emulates:
             return ""
         told = f"{precision.name}, as it is set, emulates its products: that is slow on a GPU, and is not timed."
         return f"{told} Set it to multiply them, as with backend: torch."
@@ -99,7 +103,8 @@ class Search:
             key = key_of(settings)
             if key not in self.known and len(self.known) < count and self._divides(settings):
                 candidate = self.look(settings)
-                if candidate.step is not None:
+                # Where recipes vary, another one may be multiplied if the spec's own is not.
+                if candidate.step is not None or (settings is own and PRECISION in own):
                     heapq.heappush(heap, (self._weight(candidate), len(self.known), key, True))
 
         look(own)
@@ -245,7 +250,8 @@ class Search:
         if absent:
             problems = [f"{self.where.runs.implementation} has no {part}." for part in absent]
             return self._out(settings, problems, NOT_IN_SOFTWARE)
-        reason = self.where.cannot_multiply(assembly.parts.precision)
+        is_own = settings.get(PRECISION) == self.space.own.get(PRECISION)
+        reason = self.where.cannot_multiply(assembly.parts.precision, is_own=is_own)
         return self._out(settings, [reason], NOT_MULTIPLIED) if reason else assembly
 
     def _refused(self, settings: Settings, error: MoefwError) -> Candidate:
