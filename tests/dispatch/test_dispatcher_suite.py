@@ -99,6 +99,15 @@ def test_a_plugin_that_no_other_process_can_import_is_told_so(pool: RankPool) ->
     assert "declare it at the top of a module" in said(held.test_the_layer_equals_the_oracle_in_bf16)
 
 
+def test_wrong_arguments_fail_one_check_and_the_others_name_it() -> None:
+    held = suite(BROKEN["KnowsNoDropless"], None, (2,))
+    for check in (held.test_every_rank_makes_the_same_collectives, held.test_the_layer_equals_the_oracle):
+        assert said(check) == (
+            "knowsnodropless: nothing is checked before "
+            "test_its_methods_take_and_return_what_the_contract_says passes. See there."
+        )
+
+
 def test_movements_are_checked_before_whole_layers() -> None:
     """pytest runs the checks of base classes first: a layer only says that something is wrong."""
     ran = [name for base in reversed(DispatcherSuite.__mro__) for name in vars(base) if name.startswith("test_")]

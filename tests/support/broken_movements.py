@@ -211,6 +211,47 @@ class RedispatchForgetsWeights(Wrapper):
 
 # Declarations and layouts.
 
+ARGUMENTS = "its_methods_take_and_return_what_the_contract_says"
+
+
+@breaks("is called as plan(routing, counts=..., dropless=...): got an unexpected keyword argument", ARGUMENTS)
+class KnowsNoDropless(Wrapper):
+    def plan(self, routing, counts=None):
+        return super().plan(routing, counts=counts)
+
+
+@breaks("start_combine(rows_RD, handle): missing a required argument: 'out_TD'", ARGUMENTS)
+class AsksForTheOutput(Wrapper):
+    def start_combine(self, rows_RD, handle, out_TD):
+        return super().start_combine(rows_RD, handle)
+
+
+@breaks("finish_dispatch returns ExpertBatch, and not a tuple of an ExpertBatch and a handle", ARGUMENTS)
+class ReturnsNoHandle(Wrapper):
+    def finish_dispatch(self, pending):
+        return super().finish_dispatch(pending)[0]
+
+
+@breaks("finish_combine returns tuple of Tensor, NoneType, and not a Tensor", ARGUMENTS)
+class ReturnsATuple(Wrapper):
+    def finish_combine(self, pending):
+        return super().finish_combine(pending), None
+
+
+@breaks(
+    "of which no part knows 'paded': 'ragged', 'padded', 'static' are known. Did you mean 'padded'?",
+    "its_offers_are_values_that_parts_may_need",
+    offers={"rows": ("ragged", "paded")},
+)
+class MisspellsAnOffer(Wrapper):
+    pass
+
+
+@breaks("offers repeats='no'", "its_offers_are_values_that_parts_may_need", offers={"repeats": "no"})
+class OffersATextForABool(Wrapper):
+    pass
+
+
 ASKED = [0]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from moefw.system.python import python
 from moefw.testing.profiles import smoke
+from moefw.testing.suites.contract import unknown_offers
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_run import DispatcherRunner, RefusedError, fail
 
@@ -41,6 +42,23 @@ class DeclarationChecks(DispatcherRunner):
                     fail(f"{self.plugin.name}: two declarations with the same options are not equal.")
         if len(refusals) == 2 * len(self.profile.worlds):
             fail(f"{self.plugin.name} refuses every world of the profile: {refusals[0]}")
+
+    @smoke
+    def test_its_methods_take_and_return_what_the_contract_says(self) -> None:
+        """The arguments of each method, and what a dispatch and a combine return. No other check runs before that."""
+        try:
+            wrong = self.misfits
+        except RefusedError as refusal:
+            pytest.skip(f"{self.plugin.name} refuses: {refusal}")
+        if wrong:
+            fail("\n".join(f"{self.plugin.name}: {sentence}" for sentence in wrong))
+
+    @smoke
+    def test_its_offers_are_values_that_parts_may_need(self) -> None:
+        """No part needs a misspelt value, and nothing else tells that the offer is of no use."""
+        wrong = unknown_offers(self.offers())
+        if wrong:
+            fail("\n".join(f"{self.plugin.name} {sentence}" for sentence in wrong))
 
     def test_the_declaration_imports_no_torch(self) -> None:
         """``check``, ``plugins`` and ``--help`` import it, and they must be fast."""

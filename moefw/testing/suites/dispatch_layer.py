@@ -115,6 +115,7 @@ class LayerChecks(DispatcherRunner):
 
     def _hold(self, world: int, layers: Sequence[tuple[Layer, LayerCase]], rtol: Mapping[str, float]) -> None:
         """Fail with the first of the layers of one world that differs from the oracle. They run in one job."""
+        self.must_take_its_arguments()
         try:
             ranks = self.job(solved, world, [layer_case for _, layer_case in layers])
         except ContractError as error:

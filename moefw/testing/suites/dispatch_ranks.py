@@ -6,7 +6,7 @@ Shapes: legend in :mod:`moefw.core.stages`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared
 from moefw.core.contracts import Dispatcher
 from moefw.core.stages import ExpertBatch, Routing
+from moefw.testing.suites.contract import misfits
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.wire import open_dispatcher
@@ -191,6 +192,29 @@ def seen(batch: ExpertBatch, out_TD: Tensor) -> Moved:
         stats={name: value.detach().clone() for name, value in batch.stats.items()},
         out_TD=out_TD.detach().clone(),
     )
+
+
+def misfits_when_called(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[str]:
+    """Sentences about methods that take other arguments, or return something else, than the contract says."""
+    with closing(Shared()) as shared:
+        dispatcher: Any = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
+        wrong = misfits(dispatcher, Dispatcher)
+        if wrong:
+            return wrong  # not closed, as that may be the method that cannot be called
+        plan = dispatcher.plan(case.routing(rank), dropless=settled_case(assembly))
+        arrived = dispatcher.finish_dispatch(dispatcher.start_dispatch(case.x(rank), case.weights(rank), plan))
+        is_pair = isinstance(arrived, tuple) and len(arrived) == 2 and isinstance(arrived[0], ExpertBatch)
+        if not is_pair:
+            return [_returns(dispatcher.finish_dispatch, arrived, "a tuple of an ExpertBatch and a handle")]
+        batch, handle = arrived
+        out_TD = dispatcher.finish_combine(dispatcher.start_combine(experts(batch, case, rank), handle))
+        dispatcher.close()
+        return [] if isinstance(out_TD, Tensor) else [_returns(dispatcher.finish_combine, out_TD, "a Tensor")]
+
+
+def _returns(method: Any, found: object, due: str) -> str:
+    inside = f" of {', '.join(type(item).__name__ for item in found)}" if isinstance(found, tuple) else ""
+    return f"{method.__qualname__} returns {type(found).__name__}{inside}, and not {due}."
 
 
 def moved(group: Any, rank: int, case: DispatchCase, assembly: Assembly, **how: Any) -> Moved:

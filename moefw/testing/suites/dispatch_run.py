@@ -13,17 +13,19 @@ import torch.distributed as dist
 from attrs import evolve
 
 from moefw.compose.assembly import Assembly
-from moefw.core.errors import ContractError, MoefwError, PlanError
+from moefw.core.errors import ContractError, MoefwError, PlanError, PluginError
 from moefw.core.facts import ANY, Offers
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites import dispatch_assertions as assertions
 from moefw.testing.suites.base import Suite
 from moefw.testing.suites.dispatch_case import DispatchCase
-from moefw.testing.suites.dispatch_ranks import Moved, moved, moved_twice
+from moefw.testing.suites.dispatch_ranks import Moved, misfits_when_called, moved, moved_twice
 from moefw.testing.threads import thread_world
 from moefw.testing.told import FRAME
 
+ARGUMENTS: Final = "test_its_methods_take_and_return_what_the_contract_says"
+"""The check without which no other one is of use."""
 GONE: Final = ("Connection closed by peer", "Connection reset by peer", "Socket closed")
 """Parts of gloo's messages on a rank after another rank has ended."""
 
@@ -92,6 +94,8 @@ class DispatcherRunner(Suite):
                 assembly = self.layer_case_of(case).assemble()
             except PlanError as error:
                 raise RefusedError(str(error)) from error
+            except PluginError as error:
+                pytest.fail(f"{self.plugin.name}: {error}", pytrace=False)
             self.aligned(assembly.parts.dispatch.offers(assembly.site.at(0)), case.row_alignment)
             return assembly
 
@@ -129,29 +133,54 @@ class DispatcherRunner(Suite):
 
         return bool(self._once("threads", probe))
 
+    def first_case(self) -> DispatchCase:
+        """The first case that the plugin accepts, of one token a rank. Raises RefusedError if it accepts none."""
+
+        def make() -> DispatchCase:
+            reason = "no world"
+            for world in self.profile.worlds:
+                for num_experts in (8, 2 * world):
+                    case = DispatchCase(tokens=(1,) * world, num_experts=num_experts)
+                    try:
+                        self.assembly_of(case)
+                    except RefusedError as refusal:
+                        reason = str(refusal)
+                        continue
+                    return case
+            raise RefusedError(reason)
+
+        case: DispatchCase = self._once("first case", make)
+        return case
+
     def offers(self, **settings: Any) -> Offers:
         """The plugin's offers in the first world that it accepts; skip the check if it accepts none."""
         if settings:
             return super().offers(**settings)
-
-        def make() -> Offers:
-            reason = "no world"
-            for world in self.profile.worlds:
-                for num_experts in (8, 2 * world):
-                    try:
-                        assembly = self.assembly_of(DispatchCase(tokens=(1,) * world, num_experts=num_experts))
-                    except RefusedError as refusal:
-                        reason = str(refusal)
-                        continue
-                    offered: Offers = assembly.parts.dispatch.offers(assembly.site.at(0))
-                    return offered
-            raise RefusedError(reason)
-
         try:
-            offered: Offers = self._once("offers", make)
+            assembly = self.assembly_of(self.first_case())
         except RefusedError as refusal:
             pytest.skip(f"{self.plugin.name} refuses: {refusal}")
+        offered: Offers = assembly.parts.dispatch.offers(assembly.site.at(0))
         return offered
+
+    @property
+    def misfits(self) -> list[str]:
+        """Sentences about methods of the dispatcher that take or return something else than the contract says.
+
+        None about a dispatcher that raises, of which every check says more.
+        """
+
+        def make() -> list[str]:
+            case = self.first_case()
+            for on_threads in (True, False):
+                try:
+                    sentences: list[str] = self._ranks(misfits_when_called, case, {}, on_threads=on_threads)[0]
+                except FaultError:
+                    continue
+                return sentences
+            return []
+
+        return list(self._once("misfits", make))
 
     @property
     def ordered(self) -> bool:
@@ -169,9 +198,20 @@ class DispatcherRunner(Suite):
 
     def ranks(self, function: Callable[..., Any], case: DispatchCase, **how: Any) -> list[Any]:
         """``function(group, rank, case, assembly, **how)`` of every rank. Raises RefusedError, FaultError."""
+        self.must_take_its_arguments()
+        return self._ranks(function, case, how, on_threads=self.on_threads)
+
+    def must_take_its_arguments(self) -> None:
+        """Fail if a method does not do what it is called for: nothing else can be said of the dispatcher."""
+        if self.misfits:
+            fail(f"{self.plugin.name}: nothing is checked before {ARGUMENTS} passes. See there.")
+
+    def _ranks(
+        self, function: Callable[..., Any], case: DispatchCase, how: Mapping[str, Any], *, on_threads: bool
+    ) -> list[Any]:
         assembly = self.assembly_of(case)
         try:
-            if self.on_threads:
+            if on_threads:
                 return _on_threads(function, case, assembly, how, self.job_s)
             return self.job(_on_gloo, case.world, function, self.layer_case_of(case), case, how)
         except PlanError as error:
