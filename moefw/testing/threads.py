@@ -56,8 +56,8 @@ def thread_world(size: int, function: Callable[..., Any], *args: Any, timeout_s:
     """``function(group, rank, *args)`` of every rank, in rank order; each rank is a thread.
 
     Raises the first exception of a thread, with its rank as a note. Raises ContractError with the missing ranks of a
-    collective, if they have returned, or have not arrived after ``timeout_s`` and hang. One that computes is waited
-    for: see ``Lateness``.
+    collective, if they have returned, or have not arrived after ``timeout_s`` and hang; also if no rank has come to a
+    collective or returned for so long. One that computes is waited for: see ``Lateness``.
     """
     if not 1 <= size <= MAX_RANKS:
         raise ValueError(f"a world of threads has 1 to {MAX_RANKS} ranks, not {size}")
@@ -158,7 +158,10 @@ class _Meeting:
             all_began = len(self._clocks) == self.size
             computing = self._clocks.keys() - self._left - self._waiting()
             if all_began and not lateness.any_computes(computing):
-                self._fail_missing(f"not in {self.timeout_s:g} s")
+                if self._calls:
+                    self._fail_missing(f"not in {self.timeout_s:g} s")
+                else:
+                    self._fail_endless()
             wait_s = LOOK_S
 
     def _waiting(self) -> set[int]:
@@ -191,6 +194,14 @@ class _Meeting:
         if len(self._left | self._waiting()) == self.size:
             self._fail_missing("already returned" if self._left else "the others wait in another group")
 
+    def _fail_endless(self) -> None:
+        """Fail with the names of the ranks that neither return nor come to a collective, for which none waits."""
+        if self._failure is None:
+            endless = _named(sorted(self._clocks.keys() - self._left))
+            what = f"{endless} came to no collective, and did not return, in {self.timeout_s:g} s of a processor."
+            self._failure = ContractError(what, "Is something polled that does not come?")
+            self._changed.notify_all()
+
     def _fail_missing(self, why: str) -> None:
         """Fail with the names of the missing ranks, if others wait for them."""
         if self._failure is None and self._calls:
@@ -214,10 +225,23 @@ class _Meeting:
             self._fail_if_stuck()
             self._changed.notify_all()
 
+    def _is_over(self) -> bool:
+        return len(self._left) == self.size or self._failure is not None
+
+    def _num_steps(self) -> int:
+        """Number of collectives that were held, and of ranks that have returned: it grows while a world advances."""
+        return self._num_held.total() + len(self._left)
+
+    def _wait_for_a_step(self) -> None:
+        """Wait until the world advances, or is over; fail if neither comes in time and no rank computes."""
+        before = self._num_steps()
+        self._wait_for(lambda: self._is_over() or self._num_steps() > before)
+
     def wait_for_all(self) -> None:
         """Wait until every rank has returned. Raise the world's failure, if any."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._left) == self.size or self._failure is not None)
+            while not self._is_over():
+                self._wait_for_a_step()
             self._changed.wait_for(lambda: len(self._left) == self.size, GRACE_S)
             if self._failure is not None:
                 raise self._failure

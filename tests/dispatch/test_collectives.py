@@ -210,6 +210,35 @@ def test_a_thread_that_computes_for_ever_is_named(monkeypatch: pytest.MonkeyPatc
         thread_world(2, compute_on_last, timeout_s=0.1)
 
 
+def poll(group, rank: int, over: threading.Event, sleep_s: float) -> None:
+    while not over.wait(sleep_s):
+        pass
+
+
+@pytest.mark.parametrize("sleep_s", [0.0, 0.002])
+def test_threads_that_poll_what_does_not_come_are_named(monkeypatch: pytest.MonkeyPatch, sleep_s: float) -> None:
+    """None of them waits in a collective, and each takes time of a processor."""
+    monkeypatch.setattr(threads, "LOOK_S", 0.05)
+    monkeypatch.setattr(threads, "GRACE_S", 0.05)
+    over = threading.Event()
+    with pytest.raises(ContractError, match=r"ranks 0, 1 came to no collective, and did not return, in 0.1 s"):
+        thread_world(2, poll, over, sleep_s, timeout_s=0.1)
+    over.set()
+
+
+def test_whoever_polls_a_recorded_collective_gets_its_result_when_it_is_told_that_it_is_over() -> None:
+    def polled(group, rank: int) -> tuple[float, list[str]]:
+        with Recording(late=True) as recording:
+            value = torch.ones(1)
+            work = dist.all_reduce(value, group=group, async_op=True)
+            while not work.is_completed():
+                time.sleep(0.0)
+            work.wait()
+        return value.item(), [event.what for event in recording.events]
+
+    assert thread_world(2, polled) == [(2.0, ["launch", "wait"])] * 2
+
+
 def alone(group, rank: int, running: list[int]) -> int:
     """Return the most ranks that are seen to run at once."""
     most = 0

@@ -17,6 +17,7 @@ from broken_movements import ON_REAL_RANKS
 from dispatchers import DISPATCHERS
 from in_any_order import InAnyOrder
 from moefw.compose.registry import Registry
+from moefw.core.errors import ContractError
 from moefw.plugins.dispatchers.allgather import AllGather
 from moefw.plugins.dispatchers.alltoall import AllToAll
 from moefw.plugins.dispatchers.deepep import DeepEP
@@ -24,6 +25,7 @@ from moefw.plugins.dispatchers.hybridep import HybridEP
 from moefw.testing import DispatcherSuite
 from moefw.testing.pool import RankPool
 from moefw.testing.profiles import PROFILES, Profile, smoke
+from moefw.testing.suites import dispatch_run
 from pairwise import deep
 from static_alltoall import ROOM, StaticAllToAll
 
@@ -106,6 +108,20 @@ def test_wrong_arguments_fail_one_check_and_the_others_name_it() -> None:
             "knowsnodropless: nothing is checked before "
             "test_its_methods_take_and_return_what_the_contract_says passes. See there."
         )
+
+
+def test_after_a_hang_no_other_check_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = []
+
+    def hang(*_: object, **__: object) -> None:
+        hangs.append("thread_world")
+        raise ContractError("rank 1 did not come to the barrier (not in 20 s); waiting there: rank 0.")
+
+    monkeypatch.setattr(dispatch_run, "thread_world", hang)
+    held = suite(BROKEN["KeepsAPlan"], None, (2,))
+    for check in (held.test_inputs_may_be_views, held.test_every_rank_makes_the_same_collectives):
+        assert "rank 1 did not come to the barrier" in said(check)
+    assert hangs == ["thread_world"]
 
 
 def test_movements_are_checked_before_whole_layers() -> None:

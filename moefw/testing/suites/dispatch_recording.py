@@ -137,7 +137,9 @@ class _Watched(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it was waited for."""
+        """Whether the collective is over. Whoever is told so may read its results, as after a wait."""
+        if not self._done and self._work.is_completed():
+            self.wait()
         return self._done
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Final
 
 import pytest
@@ -26,6 +27,8 @@ from moefw.testing.told import FRAME
 
 ARGUMENTS: Final = "test_its_methods_take_and_return_what_the_contract_says"
 """The check without which no other one is of use."""
+HANGS: Final = ("no answer in time", "(not in ", "came to no collective")
+"""Parts of messages about ranks that hang, of processes and of threads."""
 GONE: Final = ("Connection closed by peer", "Connection reset by peer", "Socket closed")
 """Parts of gloo's messages on a rank after another rank has ended."""
 
@@ -121,7 +124,7 @@ class DispatcherRunner(Suite):
                     continue
                 case = DispatchCase(tokens=(1,) * world)
                 try:
-                    thread_world(world, moved, case, self.assembly_of(case), timeout_s=self.job_s)
+                    self._threads(moved, case, {})
                 except (RefusedError, PlanError):
                     continue
                 except ContractError:
@@ -209,10 +212,9 @@ class DispatcherRunner(Suite):
     def _ranks(
         self, function: Callable[..., Any], case: DispatchCase, how: Mapping[str, Any], *, on_threads: bool
     ) -> list[Any]:
-        assembly = self.assembly_of(case)
         try:
             if on_threads:
-                return _on_threads(function, case, assembly, how, self.job_s)
+                return self._threads(function, case, how)
             return self.job(_on_gloo, case.world, function, self.layer_case_of(case), case, how)
         except PlanError as error:
             raise RefusedError(str(error)) from error
@@ -221,27 +223,39 @@ class DispatcherRunner(Suite):
                 raise RefusedError(str(error).partition("PlanError:")[2].partition(FRAME)[0].strip()) from error
             raise FaultError(f"{crash(error)} With {case}.") from error
 
-    def job(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-        """Run a function on gloo ranks. Raises ContractError; after a hang, every later call raises the same error."""
+    def _threads(self, function: Callable[..., Any], case: DispatchCase, how: Mapping[str, Any]) -> list[Any]:
+        """Run a function on ranks that are threads. Raises what they raise, and RefusedError."""
+        assembly = self.assembly_of(case)
+        with self._remembering_a_hang():
+            return _on_threads(function, case, assembly, how, self.job_s)
+
+    @contextmanager
+    def _remembering_a_hang(self) -> Iterator[None]:
+        """Raise again what ranks that hung inside have raised: each hang takes ``job_s`` and more."""
         known = type(self)._known
         if "hung" in known:
             raise known["hung"]
+        try:
+            yield
+        except ContractError as error:
+            if any(words in str(error) for words in HANGS) and FRAME not in str(error):
+                known["hung"] = error
+            raise
+
+    def job(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        """Run a function on gloo ranks. Raises ContractError; after a hang, every later call raises the same error."""
         # The declaration is pickled by name. A test file of pytest is imported, but may be on no path.
         package = self.plugin.__module__.partition(".")[0]
         is_local = "<locals>" in self.plugin.__qualname__
         if is_local or not any(finder.find_spec(package, None) for finder in sys.meta_path):
             what = f"{self.plugin.__qualname__} cannot be sent to other processes"
             fail(f"{self.plugin.name}: {what}: declare it at the top of a module that can be imported.")
-        try:
+        with self._remembering_a_hang():
             try:
                 return self.pool.run(function, world, *args, timeout_s=self.job_s)
             except OSError:  # a rank ended between two jobs, for example because of the earlier job
                 self.pool.close()
                 return self.pool.run(function, world, *args, timeout_s=self.job_s)
-        except ContractError as error:
-            if "no answer in time" in str(error) and FRAME not in str(error):
-                known["hung"] = error
-            raise
 
     def moved(self, case: DispatchCase) -> list[Moved]:
         """Each rank's results of a case; run once for all checks."""
@@ -312,6 +326,8 @@ def crash(error: BaseException) -> str:
             return f"the ranks disagree about what they send each other: {message}"
         if FRAME in message:
             return _raised(message)
+        if "came to no collective" in message:
+            return f"the ranks hang: {message}"
         if "no answer in time" in message:
             return f"the ranks hang: some wait for a collective that others do not make: {message}"
         return f"a rank fails: {message[-1500:]}"
