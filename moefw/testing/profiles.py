@@ -27,7 +27,7 @@ class Profile:
 
 PROFILES: Final[Mapping[str, Profile]] = {
     "smoke": Profile(worlds=(2,), examples=1, only=smoke),
-    "quick": Profile(worlds=(1, 2, 4), examples=12),
-    "ci": Profile(worlds=(1, 2, 4), examples=60),
-    "nightly": Profile(worlds=(1, 2, 4, 8), examples=600, new_draws=True),
+    "quick": Profile(worlds=(1, 2, 3, 4), examples=12),
+    "ci": Profile(worlds=(1, 2, 3, 4), examples=60),
+    "nightly": Profile(worlds=(1, 2, 3, 4, 6, 8), examples=600, new_draws=True),
 }

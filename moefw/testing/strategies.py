@@ -24,7 +24,7 @@ def tokens(world: int, *, most: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
 
 def meshes(world: int) -> st.SearchStrategy[dict[str, int]]:
     """Draw ep and etp of a world; edp copies fill the rest."""
-    divisors = [size for size in (1, 2, 4, 8) if world % size == 0]
+    divisors = [size for size in range(1, world + 1) if world % size == 0]
     pairs = [(ep, etp) for ep, etp in itertools.product(divisors, repeat=2) if world % (ep * etp) == 0 and etp <= 2]
     return st.sampled_from([{"ep": ep, "etp": etp} for ep, etp in pairs])
 
@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn, world: int) -> DispatchCase:
         top_k=top_k,
         dim=draw(st.sampled_from((16, 16, 7, 64))),
         etp=etp,
-        ranks_per_node=draw(st.sampled_from([size for size in (1, 2, 4) if world % size == 0])),
+        ranks_per_node=draw(st.sampled_from([size for size in (1, 2, 3, 4) if world % size == 0])),
         skew=draw(st.sampled_from(SKEWS)),
         dropped=draw(st.sampled_from((0.0, 0.0, 0.3, 1.0))),
         row_alignment=draw(st.sampled_from((1, 1, 2, 8, 16))),

@@ -267,6 +267,26 @@ class ReadsPadding(Wrapper):
         return super().start_combine(rows_RD + 0 * rows_RD.sum(), handle)
 
 
+LARGE = "thousands_of_wide_rows_are_moved_as_few_narrow_ones"
+
+
+@breaks("token 200 of rank 0 did not come to expert 0 bit for bit: its row 200 is zero", LARGE)
+class DropsRowsBehindThe200th(Arriving):
+    def arrived(self, batch):
+        begins_e = torch.cat([batch.offsets_e.new_zeros(1), batch.offsets_e[:-1]])
+        kept = torch.zeros(len(batch.rows_RD))
+        for begin, end in zip(begins_e.tolist(), batch.offsets_e.tolist(), strict=True):
+            kept[begin : min(end, begin + 200)] = 1.0
+        return changed(batch, rows_RD=batch.rows_RD * kept.unsqueeze(1).to(batch.rows_RD.dtype))
+
+
+@breaks("its row 0 has other values, the first of them in column 64", LARGE)
+class ForgetsColumnsBehind64(Arriving):
+    def arrived(self, batch):
+        is_known = torch.arange(batch.rows_RD.shape[1]) < 64
+        return changed(batch, rows_RD=batch.rows_RD * is_known.to(batch.rows_RD.dtype))
+
+
 @breaks("padded to the alignment", "counts_offsets_and_host_counts_are_those_of_the_routing")
 class IgnoresTheAlignment(Wrapper):
     def built(self):
@@ -300,10 +320,22 @@ class CountsInInt64(Arriving):
         return changed(batch, counts_e=batch.counts_e.long())
 
 
-@breaks("dropped choices not among them", "counts_offsets_and_host_counts_are_those_of_the_routing")
+@breaks(
+    "expert 0 has 9 valid rows instead of 1: counts_e is", "counts_offsets_and_host_counts_are_those_of_the_routing"
+)
 class CountsDroppedChoices(Wrapper):
     def plan(self, routing, **given):
         ids_TK = routing.expert_ids_TK.clamp_min(0)
+        return super().plan(Routing(expert_ids_TK=ids_TK, weights_TK=routing.weights_TK), **given)
+
+
+@breaks("did not come to expert", "counts_offsets_and_host_counts_are_those_of_the_routing")
+class DropsAToken(Wrapper):
+    """The last token is sent to none of its experts, which shifts the rows of later ranks."""
+
+    def plan(self, routing, **given):
+        ids_TK = routing.expert_ids_TK.clone()
+        ids_TK[-1:] = -1
         return super().plan(Routing(expert_ids_TK=ids_TK, weights_TK=routing.weights_TK), **given)
 
 

@@ -12,6 +12,7 @@ import moefw
 from broken_dispatchers import Arriving, Returning, ScaledGradient, Wrapper, WrongOrder, breaks, changed
 from moefw.plugins.dispatchers.budget import Budget
 from moefw.plugins.dispatchers.hybridep.torch_backend import TorchHybridEP
+from moefw.testing.profiles import PROFILES
 
 # Gradients.
 
@@ -207,6 +208,19 @@ class RedispatchPlansAgain(Wrapper):
 class RedispatchForgetsWeights(Wrapper):
     def start_redispatch(self, x_TD, weights_TK, handle):
         return self.start_dispatch(x_TD, weights_TK.detach(), handle)
+
+
+@breaks(
+    "did not come to expert",
+    "rows_come_in_order_of_expert_source_rank_and_token",
+    worlds=PROFILES["quick"].worlds,
+)
+class KnowsPowersOfTwo(Arriving):
+    """As if ranks exchanged in floor(log2(ranks)) rounds: among 3, rows of some ranks do not come."""
+
+    def arrived(self, batch):
+        num_reached = 2 ** (self.experts.size.bit_length() - 1)
+        return batch if num_reached == self.experts.size else changed(batch, rows_RD=batch.rows_RD * 0)
 
 
 # Declarations and layouts.

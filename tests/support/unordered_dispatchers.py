@@ -76,7 +76,11 @@ class LeavesWeightsInTheirPlaces(Unordered):
         return changed(super().in_order(batch, order_R), row_weights_R=batch.row_weights_R)
 
 
-@breaks("got the rows", "rows_come_in_order_of_expert_source_rank_and_token", offers=ANY_ORDER)
+@breaks(
+    "did not come to expert 1 bit for bit: its row 0 is token 2 of rank 0",
+    "rows_come_in_order_of_expert_source_rank_and_token",
+    offers=ANY_ORDER,
+)
 class TakesRowsOfOtherExperts(Unordered):
     def drawn(self, batch):
         return torch.arange(len(batch.rows_RD)).roll(1)

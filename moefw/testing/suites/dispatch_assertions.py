@@ -5,6 +5,7 @@ Expected values are brute force over the routing of all ranks. Shapes: legend in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
@@ -12,10 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from moefw.compose.spec.source import counted
 from moefw.testing.suites.dispatch_case import DispatchCase, Row
 from moefw.testing.suites.dispatch_order import as_they_came, equal_in_some_order, in_one_order
 from moefw.testing.suites.dispatch_ranks import Moved
-from moefw.testing.suites.watch import same_bits
+from moefw.testing.suites.watch import bits, same_bits
 
 Assertion = Callable[[DispatchCase, Sequence[Moved]], str | None]
 Pairs = Mapping[str, tuple[Moved, Moved]] | Sequence[tuple[Moved, Moved]]
@@ -56,8 +58,8 @@ def groups(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
         sizes = list(case.sizes(rank))
         ends = list(accumulate(sizes))
         if moved.counts_e.tolist() != counts:
-            what = f"counts_e is {moved.counts_e.tolist()} instead of {counts}"
-            return f"rank {rank}: {what}: the wrong number of valid rows, dropped choices not among them"
+            what = f"counts_e is {_few(moved.counts_e.tolist())} instead of {_few(counts)}"
+            return f"rank {rank}: {_miscounted(case, rank, moved)}: {what}, dropped choices not among them"
         if moved.offsets_e.tolist() != ends:
             what = f"offsets_e is {moved.offsets_e.tolist()} instead of {ends}"
             return f"rank {rank}: {what}: groups end where they are padded to the alignment {case.row_alignment}"
@@ -67,6 +69,35 @@ def groups(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
         if len(moved.rows_RD) < ends[-1]:
             return f"rank {rank}: there are {len(moved.rows_RD)} rows and the last group ends at {ends[-1]}"
     return None
+
+
+def _miscounted(case: DispatchCase, rank: int, moved: Moved) -> str:
+    """Words about the first expert with a wrong number of rows, and about a row of it that did not come."""
+    begin = 0
+    experts = zip(case.experts(rank), case.arrivals(rank), moved.counts_e.tolist(), strict=True)
+    for (expert, rows, count), end in zip(experts, moved.offsets_e.tolist(), strict=True):
+        if count != len(rows):
+            has = f"{counted(count, 'valid row')} instead of {len(rows)}"
+            lost = _lost(case, rows, moved.rows_RD[begin : begin + count])
+            if len(lost) == len(rows) - count:
+                source, token, _ = lost[0]
+                return f"token {token} of rank {source} did not come to expert {expert}, which has {has}"
+            return f"expert {expert} has {has}"
+        begin = end
+    raise AssertionError("all numbers of rows are right")
+
+
+def _lost(case: DispatchCase, rows: Sequence[Row], got_RD: Tensor) -> list[Row]:
+    """Those of an expert's rows that are in none of the places, bit for bit."""
+    sent = [case.x(source) for source in range(case.world)]
+    came = Counter(map(bits, got_RD))
+    lost = []
+    for source, token, choice in rows:
+        values = bits(sent[source][token])
+        came[values] -= 1
+        if came[values] < 0:
+            lost.append((source, token, choice))
+    return lost
 
 
 def _due(case: DispatchCase, rank: int, moved: Moved) -> Iterator[tuple[int, Sequence[Row], int, int]]:
@@ -90,25 +121,36 @@ def order(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
             due_RD = _stack([sent[source][token] for source, token, _ in rows], got_RD)
             if same_bits(got_RD, due_RD):
                 continue
-            due = [(expert, source, token) for source, token, _ in rows]
-            came = [_origin(row_D, sent, expert) for row_D in got_RD]
-            if None not in came and len(came) == len(due):
-                if sorted(came, key=str) == sorted(due, key=str):
-                    what = f"came in the order {_few(came)} instead of {_few(due)}"
-                    return f"rank {rank}: rows of expert {expert} {what}, which is (expert, source rank, token)"
-                return f"rank {rank}: expert {expert} got the rows {_few(came)} instead of {_few(due)}"
-            wrong = next((place for place in range(len(rows)) if not same_bits(got_RD[place], due_RD[place])), 0)
-            _, source, token = due[wrong]
-            what = f"row {wrong} of expert {expert} is not token {token} of rank {source}"
-            return f"rank {rank}: {what} bit for bit{_nan(got_RD)}"
+            lost = _lost(case, rows, got_RD)
+            if not lost:
+                due = [(expert, source, token) for source, token, _ in rows]
+                came = [(expert, *(_origin(row_D, sent) or ())) for row_D in got_RD]
+                what = f"came in the order {_few(came)} instead of {_few(due)}"
+                return f"rank {rank}: rows of expert {expert} {what}, which is (expert, source rank, token)"
+            source, token, _ = lost[0]
+            place = rows.index(lost[0])
+            what = f"token {token} of rank {source} did not come to expert {expert} bit for bit"
+            return f"rank {rank}: {what}: its row {place} {_instead(got_RD[place], due_RD[place], sent)}"
     return None
 
 
-def _origin(row_D: Tensor, sent: Sequence[Tensor], expert: int) -> tuple[int, int, int] | None:
-    """Expert, source rank and token of a row, the first that has its values; None if no token has."""
+def _instead(row_D: Tensor, due_D: Tensor, sent: Sequence[Tensor]) -> str:
+    """Words about a row that is in the place of another."""
+    origin = _origin(row_D, sent)
+    if origin is not None:
+        source, token = origin
+        return f"is token {token} of rank {source}"
+    if not row_D.any():
+        return "is zero"
+    column = next(column for column in range(len(due_D)) if not same_bits(row_D[column], due_D[column]))
+    return f"has other values, the first of them in column {column}{_nan(row_D)}"
+
+
+def _origin(row_D: Tensor, sent: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Source rank and token of a row, the first that has its values; None if no token has."""
     for source, x_TD in enumerate(sent):
         for token in (x_TD == row_D).all(1).nonzero().flatten().tolist():
-            return expert, source, token
+            return source, token
     return None
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Final
 
 import torch
-from attrs import frozen
+from attrs import Factory, frozen
 from torch import Tensor
 
 from moefw.compose.spec.source import counted
@@ -30,14 +30,16 @@ class DispatchCase:
     "far": tokens prefer the experts of their own rank, or of others. ``dropped`` is the share of choices that are -1.
     ``equal``: all ranks choose the same experts. ``padded``: each rank states a capacity. ``whole``: values are
     integers, whose sums are exact. ``ordered``: the dispatcher promises the order of an expert's rows.
+
+    By default there are at least 8 experts, as many on each rank, and two ranks on each node, or all on one.
     """
 
     tokens: tuple[int, ...]
-    num_experts: int = 8
+    etp: int = 1
+    num_experts: int = Factory(lambda case: multiple(case.ep, of_at_least=8), takes_self=True)
     top_k: int = 2
     dim: int = 16
-    etp: int = 1
-    ranks_per_node: int = 2
+    ranks_per_node: int = Factory(lambda case: 2 if case.world % 2 == 0 else case.world, takes_self=True)
     skew: str = "even"
     dropped: float = 0.0
     row_alignment: int = 1
@@ -151,7 +153,7 @@ class DispatchCase:
         """Sizes of a rank's groups, padding included."""
         capacity = sum(self.capacity(source) or 0 for source in range(self.world))
         sizes = [max(len(rows), capacity) for rows in self.arrivals(rank)]
-        return tuple(-(-size // self.row_alignment) * self.row_alignment for size in sizes)
+        return tuple(multiple(self.row_alignment, of_at_least=size) for size in sizes)
 
     def own(self, rank: int) -> Tensor:
         """Which choices go to an expert of the rank itself, bool (T, K)."""
@@ -194,6 +196,11 @@ def _rows_of(expert: int, chosen: list[Tensor]) -> Iterator[Row]:
             yield source, token, choice
 
 
+def multiple(divisor: int, *, of_at_least: int) -> int:
+    """Smallest multiple of a number that is not below a bound."""
+    return -(-of_at_least // divisor) * divisor
+
+
 def _generator(seed: int, rank: int, stream: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1009 + rank) * 10 + stream)
 
@@ -204,6 +211,23 @@ def unequal(world: int, seed: int = 0) -> tuple[int, ...]:
         return (7,)
     pattern = (5, 3, 0, 7, 2, 1, 4, 6)
     return tuple(pattern[(rank + seed) % len(pattern)] for rank in range(world))
+
+
+def large(world: int, *, row_alignment: int) -> list[DispatchCase]:
+    """Cases of the sizes that code for small ones may forget: most of a rank's tokens go to one expert of very many.
+
+    The first has rows whose width no 64 divides, in groups padded to ``row_alignment``.
+    """
+    tokens = (2000, *(60 * rank for rank in range(1, world)))
+    many_experts = multiple(world, of_at_least=64)
+    return [
+        DispatchCase(
+            tokens=tokens, num_experts=many_experts, top_k=4, dim=300, skew="one", row_alignment=row_alignment, seed=12
+        ),
+        DispatchCase(
+            tokens=tokens[::-1], num_experts=multiple(world, of_at_least=16), top_k=3, dim=320, dtype="bf16", seed=13
+        ),
+    ]
 
 
 def usual(world: int) -> list[DispatchCase]:
@@ -235,7 +259,7 @@ def usual(world: int) -> list[DispatchCase]:
     ]
     if world > 3:
         cases.append(DispatchCase(tokens=(0, 3, *(1,) * (world - 3), 0), top_k=3))
-    nodes = sorted({1, world} - {2})  # 2 ranks per node is the default
+    nodes = sorted({1, world} - {cases[0].ranks_per_node})
     cases += [DispatchCase(tokens=tokens, ranks_per_node=size, dropped=0.2, top_k=3) for size in nodes]
     if world % 2 == 0:
         ep = world // 2

@@ -12,7 +12,7 @@ from moefw.compose.spec.source import counted
 from moefw.core.errors import ContractError, PlanError
 from moefw.testing.layer_case import LayerCase, Outcome, assert_matches, solve, truth
 from moefw.testing.oracle import Rule
-from moefw.testing.suites.dispatch_case import unequal
+from moefw.testing.suites.dispatch_case import multiple, unequal
 from moefw.testing.suites.dispatch_run import DispatcherRunner, RefusedError, crash, fail
 
 RTOL: Final = {"fp32": 1e-5, "bf16": 4e-2}
@@ -71,16 +71,19 @@ def solved(layer_cases: Sequence[LayerCase]) -> list[Outcome]:
 class LayerChecks(DispatcherRunner):
     """Checks that the layer equals the dense oracle."""
 
-    def layers(self, *, etp: bool = False, copies: bool = False, **settings: Any) -> list[Layer]:
+    def layers(
+        self, *, etp: bool = False, copies: bool = False, least_experts: int = 4, **settings: Any
+    ) -> list[Layer]:
         """Layer of each world of the profile: over ep, with experts in halves, or with copies of experts."""
         layers = []
         for world in self.profile.worlds:
-            if (etp and world % 2) or (copies and world == 1):
+            if (etp or copies) and world % 2:
                 continue
             ep = world // 2 if etp or copies else world
             mesh = {"ep": ep, "etp": 2 if etp else 1}
             axes = tuple((axis, size) for axis, size in mesh.items() if size > 1)
-            layers.append(Layer(tokens=unequal(world), experts=axes, num_experts=max(4, world)))
+            num_experts = multiple(world, of_at_least=least_experts)
+            layers.append(Layer(tokens=unequal(world), experts=axes, num_experts=num_experts))
         return [evolve(layer, **settings) for layer in layers]
 
     def hold(self, layers: Sequence[Layer], *, rtol: Mapping[str, float] = RTOL) -> None:
@@ -154,7 +157,7 @@ class LayerChecks(DispatcherRunner):
 
     def test_the_layer_equals_the_oracle_where_capacity_drops_choices(self) -> None:
         """Dropped choices are not sent; groups are padded to the capacity where that is offered."""
-        dropping = self.layers(capacity=(0.7, "probs"), skew="one", num_experts=8, seed=5)
+        dropping = self.layers(capacity=(0.7, "probs"), skew="one", least_experts=8, seed=5)
         padded = [evolve(layer, pad=True, row_alignment=4) for layer in dropping]
         self.hold([*dropping, *padded])
 

@@ -9,11 +9,12 @@ import torch
 from attrs import evolve
 
 from moefw.compose.spec.source import counted
+from moefw.core.facts import ANY
 from moefw.testing.profiles import smoke
 from moefw.testing.suites import dispatch_assertions as assertions
-from moefw.testing.suites.dispatch_case import DispatchCase, unequal, usual
+from moefw.testing.suites.dispatch_case import DispatchCase, large, multiple, unequal, usual
 from moefw.testing.suites.dispatch_order import equal_in_some_order
-from moefw.testing.suites.dispatch_overlap import permuted, same_places, without_gradients
+from moefw.testing.suites.dispatch_overlap import permuted, redispatched, same_places, without_gradients
 from moefw.testing.suites.dispatch_ranks import any_bits, identity, key_rows, moved, odd_rows, odd_values
 from moefw.testing.suites.dispatch_run import DispatcherRunner
 from moefw.testing.suites.watch import same_bits
@@ -141,8 +142,8 @@ class RowChecks(DispatcherRunner):
                     return f"rank {rank}: {what} and part of an expert"
             return None
 
-        cases = self.some() + self.some(top_k=1, num_experts=4) + self.some(skew="one", dtype="bf16")
-        self.each(cases, look)
+        few_experts = [evolve(case, top_k=1, num_experts=multiple(case.ep, of_at_least=4)) for case in self.some()]
+        self.each([*self.some(), *few_experts, *self.some(skew="one", dtype="bf16")], look)
 
     @smoke
     def test_combine_of_dispatch_is_the_sum_of_what_the_experts_give(self) -> None:
@@ -196,6 +197,19 @@ class RowChecks(DispatcherRunner):
             return None
 
         self.each(self.some(), look)
+
+    def test_thousands_of_wide_rows_are_moved_as_few_narrow_ones(self) -> None:
+        """All of the above, and a redispatch, of 2,000 tokens of one rank, most of them for one of many experts."""
+
+        def look(case: DispatchCase) -> str | None:
+            ranks = self.moved(case)
+            wrong = (assertion(case, ranks) for assertion in assertions.ASSERTIONS)
+            fault = next(filter(None, wrong), None) or assertions.presence(case, ranks, wants="xw")
+            return fault or self.different(self.ranks(redispatched, case))
+
+        offered = self.offers().get("row_alignment", (1,))
+        row_alignment = 128 if offered == ANY else max(1, *offered)
+        self.each([case for world in self.profile.worlds for case in large(world, row_alignment=row_alignment)], look)
 
     def test_padding_and_undefined_rows_are_never_read(self) -> None:
         """NaN in rows that pad a group, and past the last group, changes no output and no gradient."""

@@ -124,7 +124,7 @@ class DispatcherRunner(Suite):
                     continue
                 case = DispatchCase(tokens=(1,) * world)
                 try:
-                    self._threads(moved, case, {})
+                    self._threads(moved, case, self.assembly_of(case), {})
                 except (RefusedError, PlanError):
                     continue
                 except ContractError:
@@ -212,9 +212,10 @@ class DispatcherRunner(Suite):
     def _ranks(
         self, function: Callable[..., Any], case: DispatchCase, how: Mapping[str, Any], *, on_threads: bool
     ) -> list[Any]:
+        assembly = self.assembly_of(case)
         try:
             if on_threads:
-                return self._threads(function, case, how)
+                return self._threads(function, case, assembly, how)
             return self.job(_on_gloo, case.world, function, self.layer_case_of(case), case, how)
         except PlanError as error:
             raise RefusedError(str(error)) from error
@@ -223,9 +224,10 @@ class DispatcherRunner(Suite):
                 raise RefusedError(str(error).partition("PlanError:")[2].partition(FRAME)[0].strip()) from error
             raise FaultError(f"{crash(error)} With {case}.") from error
 
-    def _threads(self, function: Callable[..., Any], case: DispatchCase, how: Mapping[str, Any]) -> list[Any]:
-        """Run a function on ranks that are threads. Raises what they raise, and RefusedError."""
-        assembly = self.assembly_of(case)
+    def _threads(
+        self, function: Callable[..., Any], case: DispatchCase, assembly: Assembly, how: Mapping[str, Any]
+    ) -> list[Any]:
+        """Run a function on ranks that are threads. Raises what they raise."""
         with self._remembering_a_hang():
             return _on_threads(function, case, assembly, how, self.job_s)
 

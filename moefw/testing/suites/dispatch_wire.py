@@ -27,7 +27,9 @@ class WireChecks(DispatcherRunner):
                 continue
             base = DispatchCase(tokens=unequal(world), dropped=0.3, top_k=3, seed=11)
             cases += [base, evolve(base, tokens=(0,) * (world - 1) + (2,)), evolve(base, dropped=1.0)]
-            cases += [evolve(base, skew="one", ranks_per_node=1), evolve(base, etp=2), evolve(base, skew="far")]
+            cases += [evolve(base, skew="one", ranks_per_node=1), evolve(base, skew="far")]
+            if world % 2 == 0:
+                cases.append(evolve(base, etp=2))
         if not cases:
             pytest.skip("a world of one rank sends nothing")
         return [evolve(case, **settings) for case in cases]
