@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -142,6 +144,34 @@ class KeepsInItsModule(Wrapper):
         return super().start_combine(rows_RD, handle)
 
 
+class Pool:
+    """Two buffers, taken in turn."""
+
+    def __init__(self) -> None:
+        self.buffers = [torch.zeros(0), torch.zeros(0)]
+
+    def take(self, like: Tensor) -> Tensor:
+        self.buffers.reverse()
+        self.buffers[0] = like.detach().clone()
+        return self.buffers[0]
+
+
+BUFFERS = types.ModuleType(f"{__name__}.buffers")
+"""Another module of the package of these dispatchers."""
+BUFFERS.pool = Pool()
+sys.modules[BUFFERS.__name__] = BUFFERS
+
+
+@breaks(
+    "keeps state between calls: broken_dispatchers.buffers.pool.buffers[0]",
+    "nothing_on_the_dispatcher_changes_between_calls",
+)
+class KeepsBuffersInItsPackage(Wrapper):
+    def start_combine(self, rows_RD, handle):
+        BUFFERS.pool.take(rows_RD)
+        return super().start_combine(rows_RD, handle)
+
+
 @breaks("tensors leak", "no_tensor_stays_alive_after_a_movement")
 class LeaksTensors(Wrapper):
     held: list[Tensor] = []
@@ -177,6 +207,35 @@ class BackwardKnowsTheLastForward(Returning):
     def returned(self, out_TD, pending):
         self.last = pending
         return ScaledGradient.apply(out_TD, lambda grad: 1.0 if self.last is pending else 2.0)
+
+
+def slots_for(count: int) -> tuple[Callable[[Any], int], Callable[[int], Any]]:
+    """Functions that put something into the next slot and read a slot. What they close over, no snapshot has."""
+    slots = [None] * count
+    numbers = itertools.count()
+
+    def put(thing: Any) -> int:
+        slot = next(numbers) % count
+        slots[slot] = thing
+        return slot
+
+    return put, slots.__getitem__
+
+
+@breaks("when 5 other movements are in flight", "six_movements_in_flight_do_not_disturb_each_other")
+class HasRoomForFourMovements(Wrapper):
+    def built(self):
+        self.put, self.read = slots_for(4)
+        return super().built()
+
+    def start_combine(self, rows_RD, handle):
+        pending = super().start_combine(rows_RD, handle)
+        return pending, self.put(pending)
+
+    def finish_combine(self, pending):
+        mine, slot = pending
+        out_TD = super().finish_combine(mine)
+        return out_TD if self.read(slot) is mine else out_TD * 2
 
 
 @breaks("combine after a later movement", "a_handle_and_a_plan_can_be_used_again")

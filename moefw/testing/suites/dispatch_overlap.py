@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,31 +40,34 @@ def other_case(case: DispatchCase) -> DispatchCase:
     return evolve(case, tokens=tokens, seed=case.seed + 101, skew="even")
 
 
-def two_at_once(group: Any, rank: int, case: DispatchCase, assembly: Assembly, order: str) -> list[Moved]:
-    """Two movements on one dispatcher.
+def micro_batches(case: DispatchCase, count: int) -> list[DispatchCase]:
+    """Micro-batches of one layer, the first of them the case."""
+    others = [evolve(other_case(case), seed=case.seed + 100 * number) for number in range(1, count)]
+    return [case, *others]
 
-    ``order``: "in a row", or interleaved, with finish and backward "A first", "B first", or one backward "together".
+
+def at_once(group: Any, rank: int, case: DispatchCase, assembly: Assembly, order: str, count: int) -> list[Moved]:
+    """Results of ``count`` movements on one dispatcher.
+
+    ``order``: "in a row", or all in flight, with finishes and backwards "first first", "last first", or one backward
+    "together".
     """
-    micro_batches = (case, other_case(case))
+    batches = micro_batches(case, count)
     dropless = settled_case(assembly)
     with opened(group, case, assembly) as dispatcher:
         if order == "in a row":
-            return [there_and_back(dispatcher, each, rank, dropless=dropless) for each in micro_batches]
-        inputs = [(each.x(rank).requires_grad_(), each.weights(rank).requires_grad_()) for each in micro_batches]
-        plans = [dispatcher.plan(each.routing(rank), dropless=dropless) for each in micro_batches]
+            return [there_and_back(dispatcher, each, rank, dropless=dropless) for each in batches]
+        inputs = [(each.x(rank).requires_grad_(), each.weights(rank).requires_grad_()) for each in batches]
+        plans = [dispatcher.plan(each.routing(rank), dropless=dropless) for each in batches]
         dispatching = [dispatcher.start_dispatch(x, w, plan) for (x, w), plan in zip(inputs, plans, strict=True)]
-        turns = (1, 0) if order == "B first" else (0, 1)
-        arrived = [dispatcher.finish_dispatch(dispatching[turn]) for turn in turns]
-        if order == "B first":
-            arrived.reverse()  # A and B again
-        rows = [experts(batch, each, rank) for (batch, _), each in zip(arrived, micro_batches, strict=True)]
+        turns = range(count)[:: -1 if order == "last first" else 1]
+        arrived = _by_turns(turns, lambda turn: dispatcher.finish_dispatch(dispatching[turn]))
+        rows = [experts(batch, each, rank) for (batch, _), each in zip(arrived, batches, strict=True)]
         combining = [
             dispatcher.start_combine(rows_RD, handle) for rows_RD, (_, handle) in zip(rows, arrived, strict=True)
         ]
-        outs = [dispatcher.finish_combine(combining[turn]) for turn in turns]
-        if order == "B first":
-            outs.reverse()
-        probes = [each.probe(rank) for each in micro_batches]
+        outs = _by_turns(turns, lambda turn: dispatcher.finish_combine(combining[turn]))
+        probes = [each.probe(rank) for each in batches]
         if order == "together":
             torch.autograd.backward(outs, probes)
         else:
@@ -74,6 +77,12 @@ def two_at_once(group: Any, rank: int, case: DispatchCase, assembly: Assembly, o
         for result, (x_TD, weights_TK) in zip(results, inputs, strict=True):
             note_gradients(result, x_TD, weights_TK)
         return results
+
+
+def _by_turns(turns: Sequence[int], finish: Callable[[int], Any]) -> list[Any]:
+    """Results of movements, by number, which are finished in the order of ``turns``."""
+    finished = {turn: finish(turn) for turn in turns}
+    return [finished[turn] for turn in sorted(turns)]
 
 
 def in_phases(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[Moved, Moved]:

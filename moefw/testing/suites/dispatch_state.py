@@ -17,8 +17,6 @@ from moefw.testing.suites.dispatch_rows import RowChecks
 from moefw.testing.suites.dispatch_run import RefusedError
 from moefw.testing.suites.dispatch_watch import groups_opened, kept, recorded
 
-ORDERS = ("in a row", "A first", "B first", "together")
-
 
 class StateChecks(RowChecks):
     """Checks that calls do not affect each other."""
@@ -55,7 +53,7 @@ class StateChecks(RowChecks):
 
     @smoke
     def test_nothing_on_the_dispatcher_changes_between_calls(self) -> None:
-        """The plan and the handle hold all state of a movement. Its class and its module do not change, either."""
+        """The plan and the handle hold all state of a movement. Its classes and its package do not change, either."""
 
         def look(case: DispatchCase) -> str | None:
             for rank, changed in enumerate(self.ranks(kept, case)):
@@ -93,23 +91,31 @@ class StateChecks(RowChecks):
 
         self.each(self.some()[-1:], look)
 
-    def test_two_movements_in_flight_do_not_disturb_each_other(self) -> None:
-        """Interleaved movements, with their backwards in any order, give the same results as movements in a row."""
+    def undisturbed(self, cases: Sequence[DispatchCase], count: int, orders: Sequence[str]) -> None:
+        """Fail if movements in flight give other results than movements in a row."""
 
         def look(case: DispatchCase) -> str | None:
-            by_order = {order: self.ranks(overlap.two_at_once, case, order=order) for order in ORDERS}
-            for order in ORDERS[1:]:
-                for rank, (straight, crossed) in enumerate(zip(by_order["in a row"], by_order[order], strict=True)):
-                    named = {
-                        f"rank {rank}, {name}": pair for name, pair in zip("AB", zip(straight, crossed), strict=True)
-                    }
+            in_a_row = self.ranks(overlap.at_once, case, order="in a row", count=count)
+            for order in orders:
+                at_once = self.ranks(overlap.at_once, case, order=order, count=count)
+                for rank, (alone, beside) in enumerate(zip(in_a_row, at_once, strict=True)):
+                    pairs = zip(alone, beside, strict=True)
+                    named = {f"rank {rank}, movement {number}": pair for number, pair in enumerate(pairs, 1)}
                     fault = self.different(named)
                     if fault:
-                        how = f"its backward: {order}" if order != "together" else "both backwards at once"
-                        return f"{fault} when another movement is in flight ({how})"
+                        others = "another movement is" if count == 2 else f"{count - 1} other movements are"
+                        return f"{fault} when {others} in flight ({order})"
             return None
 
-        self.each(self.some(), look)
+        self.each(cases, look)
+
+    def test_two_movements_in_flight_do_not_disturb_each_other(self) -> None:
+        """Interleaved movements, with their backwards in any order, give the same results as movements in a row."""
+        self.undisturbed(self.some(), 2, ("first first", "last first", "together"))
+
+    def test_six_movements_in_flight_do_not_disturb_each_other(self) -> None:
+        """As many as a pipeline has: the last one is started before the first is finished."""
+        self.undisturbed(self.some(), 6, ("last first",))
 
     def test_a_scheduler_can_cut_the_graph_of_a_movement(self) -> None:
         """Starts and finishes with separate graphs give the same gradients: ``Pending`` holds all tensors between."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -22,28 +22,36 @@ from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_overlap import other_case
 from moefw.testing.suites.dispatch_ranks import Moved, experts, opened, settled_case, there_and_back
 from moefw.testing.suites.dispatch_recording import Event, Recording
+from moefw.testing.suites.watch import bits
 
 DEPTH = 6
 """How deep objects inside objects are looked at."""
 CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+PLAIN = (Tensor, int, float, *CONTAINERS)
+"""Data of classes and modules that is looked at, whoever wrote its type."""
 
 
 def kept(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[str]:
-    """Names of what changed on the dispatcher, its classes and its module, from build to three movements."""
+    """Names of what changed on the dispatcher, its classes and its package, from build to three movements."""
     dropless = settled_case(assembly)
     changed: set[str] = set()
     with opened(group, case, assembly) as dispatcher:
-        before = snapshot(dispatcher)
+        modules = own_modules(dispatcher, assembly.parts.dispatch)
+        before = snapshot(dispatcher, modules)
+
+        def look() -> None:
+            changed.update(_changes(before, snapshot(dispatcher, modules)))
+
         outside = surroundings(alone=case.world == 1)
         plan = dispatcher.plan(case.routing(rank), dropless=dropless)
-        changed |= _changes(before, snapshot(dispatcher))
+        look()
         batch, handle = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
-        changed |= _changes(before, snapshot(dispatcher))
+        look()
         dispatcher.combine(experts(batch, case, rank), handle)
-        changed |= _changes(before, snapshot(dispatcher))
+        look()
         for micro_batch in (case, other_case(case)):
             there_and_back(dispatcher, micro_batch, rank, dropless=dropless)
-            changed |= _changes(before, snapshot(dispatcher))
+            look()
         changed |= _changes(outside, surroundings(alone=case.world == 1))
     return sorted(changed)
 
@@ -83,33 +91,57 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
-def snapshot(dispatcher: Dispatcher[Any, Any]) -> dict[str, str]:
-    """Values that a dispatcher holds, by path: its attributes, and data of its classes and of its module."""
-    values = dict(_values("self", dispatcher, DEPTH, set()))
+def own_modules(dispatcher: Dispatcher[Any, Any], plugin: object) -> list[types.ModuleType]:
+    """Modules of the packages in which a dispatcher and its plugin are written, as far as they are imported by now."""
+    packages = {_package(type(part).__module__) for part in (dispatcher, plugin)}
+    return [module for name, module in list(sys.modules.items()) if _is_in(name, packages)]
+
+
+def snapshot(dispatcher: Dispatcher[Any, Any], modules: Sequence[types.ModuleType]) -> dict[str, str]:
+    """Values that a dispatcher holds, by path: its attributes, and data of its classes and of ``modules``.
+
+    Of a module's objects, those whose class is written in one of these: others, such as compiled kernels, have caches.
+    """
+    seen: dict[int, object] = {}
+    values = dict(_values("self", dispatcher, DEPTH, seen))
     for kind in type(dispatcher).__mro__:
         if kind in Dispatcher.__mro__:
             continue
         for name, value in vars(kind).items():
-            if not name.startswith("__") and isinstance(value, (Tensor, int, float, *CONTAINERS, types.NoneType)):
-                values |= _values(f"{kind.__name__}.{name}", value, DEPTH, set())
-    for name, value in vars(sys.modules[type(dispatcher).__module__]).items():
-        if not name.startswith("__") and isinstance(value, (Tensor, int, float, *CONTAINERS)):
-            values |= _values(f"{type(dispatcher).__module__}.{name}", value, DEPTH, set())
+            if not name.startswith("__") and isinstance(value, (*PLAIN, types.NoneType)):
+                values |= _values(f"{kind.__name__}.{name}", value, DEPTH, seen)
+    names = {module.__name__ for module in modules}
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            is_own = isinstance(value, PLAIN) or type(value).__module__ in names
+            if not name.startswith("__") and is_own:
+                values |= _values(f"{module.__name__}.{name}", value, DEPTH, seen)
     return values
 
 
-def _values(path: str, value: Any, depth: int, above: set[int]) -> Iterator[tuple[str, str]]:
-    """Yield the values at a path and below. ``above``: ids of the objects on the way, which end circles."""
+def _package(module: str) -> str:
+    """Package of whoever wrote a module; of moefw's own, which has caches elsewhere, the folder of its kind."""
+    depth = 3 if module.startswith("moefw.") else 1
+    return ".".join(module.split(".")[:depth])
+
+
+def _is_in(module: str, packages: Collection[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def _values(path: str, value: Any, depth: int, seen: dict[int, object]) -> Iterator[tuple[str, str]]:
+    """Yield the values at a path and below. ``seen`` keeps objects that were yielded, each once, by id."""
     if isinstance(value, Tensor):
-        yield path, f"{value.dtype} {tuple(value.shape)} {value.detach().flatten().tolist()}"
+        yield path, f"{value.dtype} {tuple(value.shape)} {bits(value).hex()}"
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, range)):
         yield path, repr(value)
-    elif depth and id(value) not in above:
+    elif depth and id(value) not in seen:
+        seen[id(value)] = value
         # Another object in its place is a change; a container may be a new one with the same contents.
         identity = len(value) if isinstance(value, CONTAINERS) else id(value)
         yield path, f"{type(value).__name__} {identity}"
         for name, item in _inside(value):
-            yield from _values(f"{path}{name}", item, depth - 1, above | {id(value)})
+            yield from _values(f"{path}{name}", item, depth - 1, seen)
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
