@@ -6,6 +6,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -209,33 +210,33 @@ class BackwardKnowsTheLastForward(Returning):
         return ScaledGradient.apply(out_TD, lambda grad: 1.0 if self.last is pending else 2.0)
 
 
-def slots_for(count: int) -> tuple[Callable[[Any], int], Callable[[int], Any]]:
-    """Functions that put something into the next slot and read a slot. What they close over, no snapshot has."""
-    slots = [None] * count
+def numbers_in_slots(num_slots: int) -> tuple[Callable[[], int], Callable[[int], bool]]:
+    """Functions that draw a number, and say whether its slot still has it. No snapshot has what they close over."""
+    slots = [0] * num_slots
     numbers = itertools.count()
 
-    def put(thing: Any) -> int:
-        slot = next(numbers) % count
-        slots[slot] = thing
-        return slot
+    def draw() -> int:
+        number = next(numbers)
+        slots[number % num_slots] = number
+        return number
 
-    return put, slots.__getitem__
+    return draw, lambda number: slots[number % num_slots] == number
 
 
 @breaks("when 5 other movements are in flight", "six_movements_in_flight_do_not_disturb_each_other")
 class HasRoomForFourMovements(Wrapper):
     def built(self):
-        self.put, self.read = slots_for(4)
+        self.draw, self.has = numbers_in_slots(4)
         return super().built()
 
     def start_combine(self, rows_RD, handle):
         pending = super().start_combine(rows_RD, handle)
-        return pending, self.put(pending)
+        return replace(pending, detail=(pending.detail, self.draw()))
 
     def finish_combine(self, pending):
-        mine, slot = pending
-        out_TD = super().finish_combine(mine)
-        return out_TD if self.read(slot) is mine else out_TD * 2
+        detail, number = pending.detail
+        out_TD = super().finish_combine(replace(pending, detail=detail))
+        return out_TD if self.has(number) else out_TD * 2
 
 
 @breaks("combine after a later movement", "a_handle_and_a_plan_can_be_used_again")
