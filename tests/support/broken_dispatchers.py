@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -164,7 +164,7 @@ sys.modules[BUFFERS.__name__] = BUFFERS
 
 
 @breaks(
-    "keeps state between calls: broken_dispatchers.buffers.pool.buffers[0]",
+    "keeps state between calls: broken_dispatchers.buffers.pool.buffers.0",
     "nothing_on_the_dispatcher_changes_between_calls",
 )
 class KeepsBuffersInItsPackage(Wrapper):
@@ -210,33 +210,25 @@ class BackwardKnowsTheLastForward(Returning):
         return ScaledGradient.apply(out_TD, lambda grad: 1.0 if self.last is pending else 2.0)
 
 
-def numbers_in_slots(num_slots: int) -> tuple[Callable[[], int], Callable[[int], bool]]:
-    """Functions that draw a number, and say whether its slot still has it. No snapshot has what they close over."""
-    slots = [0] * num_slots
-    numbers = itertools.count()
-
-    def draw() -> int:
-        number = next(numbers)
-        slots[number % num_slots] = number
-        return number
-
-    return draw, lambda number: slots[number % num_slots] == number
+@functools.cache
+def slots_of(dispatcher: Dispatcher) -> dict[int, int]:
+    """Four numbers by slot, in a cache that no snapshot has."""
+    return dict.fromkeys(range(4), 0)
 
 
 @breaks("when 5 other movements are in flight", "six_movements_in_flight_do_not_disturb_each_other")
 class HasRoomForFourMovements(Wrapper):
-    def built(self):
-        self.draw, self.has = numbers_in_slots(4)
-        return super().built()
-
     def start_combine(self, rows_RD, handle):
+        slots = slots_of(self)
+        number = max(slots.values()) + 1
+        slots[number % 4] = number
         pending = super().start_combine(rows_RD, handle)
-        return replace(pending, detail=(pending.detail, self.draw()))
+        return replace(pending, detail=(pending.detail, number))
 
     def finish_combine(self, pending):
         detail, number = pending.detail
         out_TD = super().finish_combine(replace(pending, detail=detail))
-        return out_TD if self.has(number) else out_TD * 2
+        return out_TD if slots_of(self)[number % 4] == number else out_TD * 2
 
 
 @breaks("combine after a later movement", "a_handle_and_a_plan_can_be_used_again")

@@ -234,6 +234,12 @@ class KnowsNoDropless(Wrapper):
         return super().plan(routing, counts=counts)
 
 
+@breaks("returns IsNoDispatcher, and not a moefw.Dispatcher", ARGUMENTS)
+class IsNoDispatcher:
+    def __init__(self, experts, row_alignment):
+        pass
+
+
 @breaks("start_combine(rows_RD, handle): missing a required argument: 'out_TD'", ARGUMENTS)
 class AsksForTheOutput(Wrapper):
     def start_combine(self, rows_RD, handle, out_TD):

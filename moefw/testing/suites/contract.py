@@ -24,9 +24,8 @@ def _methods(contract: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield the methods that a contract names, its bases' among them."""
     names = [name for name in dir(contract) if name == "__call__" or not name.startswith("_")]
     for name in names:
-        is_bound = inspect.ismethod(getattr(contract, name))
         method = inspect.getattr_static(contract, name)
-        if inspect.isfunction(method) and not is_bound:
+        if inspect.isfunction(method):  # neither a class method nor data
             yield name, method
 
 

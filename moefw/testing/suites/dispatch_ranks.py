@@ -198,6 +198,8 @@ def misfits_when_called(group: Any, rank: int, case: DispatchCase, assembly: Ass
     """Sentences about methods that take other arguments, or return something else, than the contract says."""
     with closing(Shared()) as shared:
         dispatcher: Any = open_dispatcher(assembly, group, ranks_per_node=case.ranks_per_node, shared=shared)
+        if not isinstance(dispatcher, Dispatcher):
+            return [_returns(assembly.parts.dispatch.build, dispatcher, "a moefw.Dispatcher")]
         wrong = misfits(dispatcher, Dispatcher)
         if wrong:
             return wrong  # not closed, as that may be the method that cannot be called

@@ -5,10 +5,6 @@ Functions of ``(group, rank, case, assembly, ...)``, as in :mod:`moefw.testing.s
 
 from __future__ import annotations
 
-import sys
-import types
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -22,27 +18,23 @@ from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_overlap import other_case
 from moefw.testing.suites.dispatch_ranks import Moved, experts, opened, settled_case, there_and_back
 from moefw.testing.suites.dispatch_recording import Event, Recording
-from moefw.testing.suites.watch import bits
-
-DEPTH = 6
-"""How deep objects inside objects are looked at."""
-CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
-PLAIN = (Tensor, int, float, *CONTAINERS)
-"""Data of classes and modules that is looked at, whoever wrote its type."""
+from moefw.testing.suites.watch import changed, held, held_by_modules
 
 
 def kept(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[str]:
-    """Names of what changed on the dispatcher, its classes and its package, from build to three movements."""
+    """Names of what changed on the dispatcher, its classes and its package, from the first movement to the fourth."""
     dropless = settled_case(assembly)
-    changed: set[str] = set()
+    names: set[str] = set()
     with opened(group, case, assembly) as dispatcher:
-        modules = own_modules(dispatcher, assembly.parts.dispatch)
-        before = snapshot(dispatcher, modules)
+        outside = surroundings(alone=case.world == 1)
+        held_at_first = held(dispatcher)
+        there_and_back(dispatcher, case, rank, dropless=dropless)  # may import, or compile, what it needs
+        names.update(f"self{path}" for path in changed(held_at_first, held(dispatcher)))
+        before = state(dispatcher, assembly.parts.dispatch)
 
         def look() -> None:
-            changed.update(_changes(before, snapshot(dispatcher, modules)))
+            names.update(changed(before, state(dispatcher, assembly.parts.dispatch)))
 
-        outside = surroundings(alone=case.world == 1)
         plan = dispatcher.plan(case.routing(rank), dropless=dropless)
         look()
         batch, handle = dispatcher.dispatch(case.x(rank), case.weights(rank), plan)
@@ -52,8 +44,8 @@ def kept(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> list[
         for micro_batch in (case, other_case(case)):
             there_and_back(dispatcher, micro_batch, rank, dropless=dropless)
             look()
-        changed |= _changes(outside, surroundings(alone=case.world == 1))
-    return sorted(changed)
+        names.update(changed(outside, surroundings(alone=case.world == 1)))
+    return sorted(names)
 
 
 def groups_opened(group: Any, rank: int, case: DispatchCase, assembly: Assembly) -> tuple[int, int]:
@@ -87,79 +79,10 @@ def surroundings(*, alone: bool) -> dict[str, str]:
     return state
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
-    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-
-
-def own_modules(dispatcher: Dispatcher[Any, Any], plugin: object) -> list[types.ModuleType]:
-    """Modules of the packages in which a dispatcher and its plugin are written, as far as they are imported by now."""
-    packages = {_package(type(part).__module__) for part in (dispatcher, plugin)}
-    return [module for name, module in list(sys.modules.items()) if _is_in(name, packages)]
-
-
-def snapshot(dispatcher: Dispatcher[Any, Any], modules: Sequence[types.ModuleType]) -> dict[str, str]:
-    """Values that a dispatcher holds, by path: its attributes, and data of its classes and of ``modules``.
-
-    Of a module's objects, those whose class is written in one of these: others, such as compiled kernels, have caches.
-    """
-    seen: dict[int, object] = {}
-    values = dict(_values("self", dispatcher, DEPTH, seen))
-    for kind in type(dispatcher).__mro__:
-        if kind in Dispatcher.__mro__:
-            continue
-        for name, value in vars(kind).items():
-            if not name.startswith("__") and isinstance(value, (*PLAIN, types.NoneType)):
-                values |= _values(f"{kind.__name__}.{name}", value, DEPTH, seen)
-    names = {module.__name__ for module in modules}
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            is_own = isinstance(value, PLAIN) or type(value).__module__ in names
-            if not name.startswith("__") and is_own:
-                values |= _values(f"{module.__name__}.{name}", value, DEPTH, seen)
-    return values
-
-
-def _package(module: str) -> str:
-    """Package of whoever wrote a module; of moefw's own, which has caches elsewhere, the folder of its kind."""
-    depth = 3 if module.startswith("moefw.") else 1
-    return ".".join(module.split(".")[:depth])
-
-
-def _is_in(module: str, packages: Collection[str]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
-
-
-def _values(path: str, value: Any, depth: int, seen: dict[int, object]) -> Iterator[tuple[str, str]]:
-    """Yield the values at a path and below. ``seen`` keeps objects that were yielded, each once, by id."""
-    if isinstance(value, Tensor):
-        yield path, f"{value.dtype} {tuple(value.shape)} {bits(value).hex()}"
-    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, range)):
-        yield path, repr(value)
-    elif depth and id(value) not in seen:
-        seen[id(value)] = value
-        # Another object in its place is a change; a container may be a new one with the same contents.
-        identity = len(value) if isinstance(value, CONTAINERS) else id(value)
-        yield path, f"{type(value).__name__} {identity}"
-        for name, item in _inside(value):
-            yield from _values(f"{path}{name}", item, depth - 1, seen)
-
-
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a container or an object with their names behind its path; none of functions and types."""
-    if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
-    elif isinstance(value, (set, frozenset)):
-        yield from ((f"{{{item!r}}}", None) for item in value)
-    elif isinstance(value, (list, tuple, deque)):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif not isinstance(value, (type, types.ModuleType, types.FunctionType, types.MethodType, torch.dtype)):
-        if isinstance(value, torch.distributed.ProcessGroup):
-            return
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        names = [*getattr(value, "__dict__", {}), *(name for name in slots if isinstance(name, str))]
-        for name in names:
-            if not name.startswith("__") and hasattr(value, name):
-                yield f".{name}", getattr(value, name)
+def state(dispatcher: Dispatcher[Any, Any], plugin: object) -> dict[str, object]:
+    """Values that a dispatcher, its classes, and the packages that it and its plugin are written in hold, by path."""
+    of_modules = {**held_by_modules(type(dispatcher)), **held_by_modules(type(plugin))}
+    return {**{f"self{path}": value for path, value in held(dispatcher).items()}, **of_modules}
 
 
 def recorded(
