@@ -74,8 +74,8 @@ def groups(case: DispatchCase, ranks: Sequence[Moved]) -> str | None:
 def _miscounted(case: DispatchCase, rank: int, moved: Moved) -> str:
     """Words about the first expert with a wrong number of rows, and about a row of it that did not come."""
     begin = 0
-    experts = zip(case.experts(rank), case.arrivals(rank), moved.counts_e.tolist(), strict=True)
-    for (expert, rows, count), end in zip(experts, moved.offsets_e.tolist(), strict=True):
+    groups_of_rank = zip(case.experts(rank), case.arrivals(rank), moved.counts_e.tolist(), moved.offsets_e.tolist())
+    for expert, rows, count, end in groups_of_rank:
         if count != len(rows):
             has = f"{counted(count, 'valid row')} instead of {len(rows)}"
             lost = _lost(case, rows, moved.rows_RD[begin : begin + count])
@@ -84,7 +84,7 @@ def _miscounted(case: DispatchCase, rank: int, moved: Moved) -> str:
                 return f"token {token} of rank {source} did not come to expert {expert}, which has {has}"
             return f"expert {expert} has {has}"
         begin = end
-    raise AssertionError("all numbers of rows are right")
+    return "there are counts for another number of experts than the rank has"
 
 
 def _lost(case: DispatchCase, rows: Sequence[Row], got_RD: Tensor) -> list[Row]:
@@ -92,11 +92,12 @@ def _lost(case: DispatchCase, rows: Sequence[Row], got_RD: Tensor) -> list[Row]:
     sent = [case.x(source) for source in range(case.world)]
     came = Counter(map(bits, got_RD))
     lost = []
-    for source, token, choice in rows:
+    for row in rows:
+        source, token, _ = row
         values = bits(sent[source][token])
         came[values] -= 1
         if came[values] < 0:
-            lost.append((source, token, choice))
+            lost.append(row)
     return lost
 
 
