@@ -85,7 +85,7 @@ def test_a_module_is_called_through_forward_and_a_declaration_is_looked_at_too()
 @pytest.mark.parametrize(
     ("offered", "words"),
     [
-        ({"rows": ("raged", "padded")}, "of which no part knows 'raged': 'ragged', 'padded', 'static' are known. Did"),
+        ({"rows": ("raged", "padded")}, "of which no part knows 'raged'. Did you mean 'ragged'?"),
         ({"counts": ("hosts",)}, "Did you mean 'host'?"),
         ({"repeats": "no"}, "offers repeats='no', and an offer of repeats is True or False."),
         ({"repeats": ANY}, "is True or False"),

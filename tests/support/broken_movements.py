@@ -259,7 +259,7 @@ class ReturnsATuple(Wrapper):
 
 
 @breaks(
-    "of which no part knows 'paded': 'ragged', 'padded', 'static' are known. Did you mean 'padded'?",
+    "of which no part knows 'paded'. Did you mean 'padded'?",
     "its_offers_are_values_that_parts_may_need",
     offers={"rows": ("ragged", "paded")},
 )

@@ -98,9 +98,8 @@ def _unknown(fact: Fact, value: Any) -> Iterator[str]:
         return
     for item in value:
         if item not in fact.values:
-            known = ", ".join(map(repr, fact.values))
-            what = f"offers {fact.name}={value!r}, of which no part knows {item!r}: {known} are known."
-            yield f"{what} {nearest(str(item), fact.values)}".rstrip()
+            what = f"offers {fact.name}={value!r}, of which no part knows {item!r}."
+            yield f"{what} {nearest(str(item), fact.values)}"
 
 
 def _is_of(*kinds: type) -> Callable[[Any], bool]:
