@@ -28,7 +28,7 @@ from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.graphed_run import GraphedRun, OnFailure
 from moefw.training.logits import Logits
 from moefw.training.micro_batches import Clock, Run, in_order, passes_share, run_of
-from moefw.training.step_sums import Attempt, Tally
+from moefw.training.step_sums import Attempt, ReducedSums, Tally
 from moefw_kernels.devices import on_device
 
 
@@ -173,7 +173,7 @@ class Engine:
         """
         scaled = self._scaled(batches)
         made = self._attempt(scaled, clock, self.run)
-        with _waiting(made.tally, clock):
+        with _waiting(made.sums, clock):
             finite = made.finite
         if finite:
             self._update(made, lr, clock)
@@ -198,13 +198,13 @@ class Engine:
 
     def _attempt(self, batches: Sequence[Batch], clock: Clock, run: Run) -> Attempt:
         """Run the step up to its update, and run it again without budgets if one overflowed."""
-        tally = self._accumulate(batches, clock, run)
-        first = tally
-        if tally.reports_overflow and _overflowed(tally, clock):
-            tally = self._accumulate([replace(batch, dropless=True) for batch in batches], clock, run)
+        tally, sums = self._accumulate(batches, clock, run)
+        first = sums
+        if sums.reports_overflow and _overflowed(sums, clock):
+            tally, sums = self._accumulate([replace(batch, dropless=True) for batch in batches], clock, run)
         with clock("gradients"):
             self.gradients.add_up()
-            return Attempt(tally=tally, first=first, norms=self.gradients.norms())
+            return Attempt(tally=tally, sums=sums, first=first, norms=self.gradients.norms())
 
     def _update(self, made: Attempt, lr: float, clock: Clock) -> None:
         """Advance parameters, optimizer, routers and meters. Nothing else writes weights or states."""
@@ -222,8 +222,8 @@ class Engine:
                     self.routers[number].update(layer.stats)
             self.meters.update()
 
-    def _accumulate(self, batches: Sequence[Batch], clock: Clock, run: Run) -> Tally:
-        """Run all micro-batches forward and backward, and return their sums over all ranks."""
+    def _accumulate(self, batches: Sequence[Batch], clock: Clock, run: Run) -> tuple[Tally, ReducedSums]:
+        """Run all micro-batches forward and backward. Return the sums of this rank's layers, and those of all."""
         self.gradients.settle()
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.begin()
@@ -237,8 +237,13 @@ class Engine:
             if self.beside is not None:
                 votes = on_device(torch.tensor(self.beside.votes(), dtype=torch.float64), tally.loss.device)
             valid_tokens = 1.0 / aux_scale
-            tally.reduce(self.layout, valid_tokens=valid_tokens, votes=votes, largest_logits=self.logits.reduced())
-        return tally
+            sums = tally.reduce(
+                self.layout,
+                valid_tokens=valid_tokens,
+                votes=votes,
+                largest_logits=self.logits.reduced(),
+            )
+        return tally, sums
 
     def _scaled(self, batches: Sequence[Batch]) -> list[Batch]:
         """Batches with their scales, which the tokens of the global batch give. The host does not wait for them."""
@@ -257,18 +262,18 @@ class Engine:
 
 
 @contextmanager
-def _waiting(tally: Tally, clock: Clock) -> Iterator[None]:
+def _waiting(sums: ReducedSums, clock: Clock) -> Iterator[None]:
     """Section in which the host waits for sums, of a device that runs behind."""
     with clock("results"):
-        if tally.replay:
+        if sums.replay:
             # A replay returns at once: one that never ends would else be told as its sums.
-            stamp(f"results of the {tally.replay}")
+            stamp(f"results of the {sums.replay}")
         yield
 
 
-def _overflowed(tally: Tally, clock: Clock) -> bool:
-    with _waiting(tally, clock):
-        return tally.overflowed()
+def _overflowed(sums: ReducedSums, clock: Clock) -> bool:
+    with _waiting(sums, clock):
+        return sums.overflowed()
 
 
 def _counts(batch: Batch) -> Tensor:
@@ -281,26 +286,27 @@ def _counts(batch: Batch) -> Tensor:
 
 
 def _result(made: Attempt) -> StepResult:
-    layers = made.host_sums.layers.values()
-    _, tokens = made.host_sums.loss.tolist()
-    aux = {name: value.item() / max(tokens, 1) for name, value in made.host_sums.losses.items()}
+    sums = made.host_sums
+    layers = sums.layers.values()
+    tokens = max(sums.tokens, 1)
+    aux = {name: value / tokens for name, value in sums.losses.items()}
     for layer in layers:
         for name, value in layer.aux_losses.items():
-            aux[name] = aux.get(name, 0.0) + value.item() / max(tokens, 1)
+            aux[name] = aux.get(name, 0.0) + value.item() / tokens
     loads: list[Any] = [layer.stats["tokens_per_expert"] for layer in layers]
     shares = [(load / load.mean().clamp_min(1e-9)).tolist() for load in loads]
     return StepResult(
         loss=made.loss,
-        tokens=made.host_sums.valid_tokens,
+        tokens=sums.valid_tokens,
         aux_losses=aux,
         counts=made.counts,
         grad_norm=made.grad_norm,
         grad_norms=dict(zip(PARTS, made.grad_norms[1:], strict=True)),
-        layers=tuple(made.host_sums.layers),
+        layers=tuple(sums.layers),
         load_LE=shares,
         router_entropy_L=[layer.router_entropy for layer in layers],
-        largest_logit=max((largest.item() for largest in made.host_sums.largest_logits.values()), default=None),
-        votes=Votes() if made.host_sums.votes is None else Votes(*map(round, made.host_sums.votes.tolist())),
+        largest_logit=sums.largest_logit,
+        votes=Votes(*sums.votes),
         routes=made.tally.routes or (),
     )
 
@@ -316,7 +322,6 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
             stamp(f"evaluation batch {number} of {len(batches)}")
             # No name: what a layer returns would stay until the next batch is done.
             tally.add(replace(model(replace(batch, dropless=True)), layers={}, losses={}), number)
-    tally.reduce(layout)
+    sums = tally.reduce(layout)
     model.train(was_training)
-    loss_sum, tokens = tally.on_host().loss.tolist()
-    return float(loss_sum / max(tokens, 1))
+    return sums.on_host.loss

@@ -1,12 +1,17 @@
-"""Results of a step before its update: sums over micro-batches and ranks, and norms of the gradient."""
+"""Results of a step before its update: sums over micro-batches and ranks, and norms of the gradient.
+
+A :class:`Tally` adds up what micro-batches make on this rank. Reduced, it becomes :class:`ReducedSums`, which are those
+of all ranks, and once the host has read these, :class:`HostSums`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -24,8 +29,15 @@ from moefw_kernels.devices import HostCopy
 
 OVERFLOWS: Final = ("overflow", UNSAVED)
 """Statistics of rows for which a step is run again without budgets."""
+LOSS: Final = "loss"
+LOSSES: Final = "losses"
+STATS: Final = "stats"
+AUX_LOSSES: Final = "aux_losses"
+VOTES: Final = "votes"
+LARGEST_LOGIT: Final = "largest logit"
+VALID_TOKENS: Final = "valid tokens"
 Key = tuple[str, int, str]
-"""A kind of sum, the layer and the name."""
+"""A kind of sum, of those above, the layer and the name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,25 +73,19 @@ class LayerTally:
 
 
 class Tally:
-    """Sums over micro-batches and ranks: losses, tokens, and each layer's statistics, in fp64.
+    """Sums of this rank over the micro-batches of a step, on its device: losses, tokens, and its layers', in fp64.
 
-    ``routes``: the expert ids of each micro-batch by layer, on this rank; None: they are not kept. ``layers`` are this
-    rank's; those on the host are those of all stages of a pipeline.
+    ``routes``: the expert ids of each micro-batch by layer; None: they are not kept. ``replay``: the replay that makes
+    these sums, which a stamp of the wait for them names; empty: passes with stamps of their own do.
     """
 
     def __init__(self, device: torch.device, *, keep_routes: bool = False) -> None:
         self.routes: list[dict[int, Tensor]] | None = [] if keep_routes else None
         self.loss = torch.zeros(2, dtype=torch.float64, device=device)
+        """The sum of the losses of tokens, and the number of these tokens."""
         self.losses: dict[str, Tensor] = {}
         self.layers: dict[int, LayerTally] = {}
-        self.valid_tokens = 0
-        """Those of the global batch, with a loss or not, once the sums are on the host."""
-        self.largest_logits: dict[int, Tensor] = {}
-        """That of each layer, of those whose attentions are measured, once the sums are on the host."""
         self.replay = ""
-        """The replay that makes these sums, which a stamp of the wait for them names; empty: passes with own stamps."""
-        self.votes: Tensor | None = None
-        """What ranks tell of work beside the step, summed over them: see :class:`moefw.training.engine.Beside`."""
 
     def copied(self) -> Tally:
         """These sums in memory of their own."""
@@ -104,66 +110,106 @@ class Tally:
     def reduce(
         self,
         layout: Layout,
+        *,
         valid_tokens: Tensor | None = None,
         votes: Tensor | None = None,
         largest_logits: Mapping[int, Tensor] | None = None,
-    ) -> None:
-        """Sum over all ranks that hold different tokens, in one all-reduce, and start to copy the sums to the host.
+    ) -> ReducedSums:
+        """Sum over all ranks that hold different tokens, in place, in one all-reduce.
 
-        ``valid_tokens``: the number of valid tokens of all ranks, which is copied with them. ``votes``: numbers of this
-        rank, fp64, which are summed over all ranks with the rest; given in all steps, or in none: a sum of many ranks
-        rounds by its place in the all-reduce. ``largest_logits``: that of each layer of this rank, fp64, the same on
-        all ranks that have the layer.
+        Return the sums with those of the other stages of a pipeline, on their way to the host. ``valid_tokens``: the
+        number of valid tokens of all ranks, which is copied with them. ``votes``: numbers of this rank, fp64, which are
+        summed over all ranks with the rest; given in all steps, or in none: a sum of many ranks rounds by its place in
+        the all-reduce. ``largest_logits``: that of each layer of this rank, fp64, the same on all ranks that have the
+        layer.
         """
-        self.votes = votes
-        group = layout.group(*STAGE)
         named = self._named()
+        if votes is not None:
+            named[VOTES, 0, ""] = votes
+        group = layout.group(*STAGE)
         if group is not None:
             all_reduce_flat(list(named.values()), group)
-        named |= {("largest logit", layer, ""): largest for layer, largest in (largest_logits or {}).items()}
-        self._reduced = _of_all_stages(named, layout.group("pp"))
+        named |= {(LARGEST_LOGIT, layer, ""): largest for layer, largest in (largest_logits or {}).items()}
+        of_all_stages = dict(_of_all_stages(named, layout.group("pp")))
         if valid_tokens is not None:
-            self._reduced = {**self._reduced, ("valid tokens", 0, ""): valid_tokens}
-        self._copy = HostCopy([*self._reduced.values()])
+            of_all_stages[VALID_TOKENS, 0, ""] = valid_tokens
+        return ReducedSums(of_all_stages, self.replay)
 
     def _named(self) -> dict[Key, Tensor]:
         """All sums, those of layers with the layer's number."""
-        named: dict[Key, Tensor] = {("loss", 0, ""): self.loss}
-        if self.votes is not None:
-            named["votes", 0, ""] = self.votes
-        named |= {("losses", 0, name): value for name, value in self.losses.items()}
+        named: dict[Key, Tensor] = {(LOSS, 0, ""): self.loss}
+        named |= {(LOSSES, 0, name): value for name, value in self.losses.items()}
         for number, layer in sorted(self.layers.items()):
-            for kind, values in (("stats", layer.stats), ("aux_losses", layer.aux_losses)):
-                named |= {(kind, number, name): value for name, value in values.items()}
+            named |= {(STATS, number, name): value for name, value in layer.stats.items()}
+            named |= {(AUX_LOSSES, number, name): value for name, value in layer.aux_losses.items()}
         return named
 
-    def on_host(self) -> Tally:
-        """Sums in host memory, once they are reduced: those of all stages of a pipeline."""
-        on_host = Tally(torch.device("cpu"))
-        for (kind, number, name), value in zip(self._reduced, self._copy.read(), strict=True):
-            if kind == "loss":
-                on_host.loss = value
-            elif kind == "valid tokens":
-                on_host.valid_tokens = round(value.item())
-            elif kind == "votes":
-                on_host.votes = value
-            elif kind == "largest logit":
-                on_host.largest_logits[number] = value
-            elif kind == "losses":
-                on_host.losses[name] = value
-            else:
-                getattr(on_host.layers.setdefault(number, LayerTally()), kind)[name] = value
-        return on_host
+
+@final
+class ReducedSums:
+    """Sums over all ranks and all stages of a pipeline, on their way to the host. ``replay``: see :class:`Tally`."""
+
+    def __init__(self, named: Mapping[Key, Tensor], replay: str) -> None:
+        self.replay = replay
+        self._keys = [*named]
+        self._copy = HostCopy([*named.values()])
 
     @property
     def reports_overflow(self) -> bool:
         """Whether something reports rows that exceed a budget."""
-        return any(name in OVERFLOWS for _, _, name in self._reduced)
+        return any(name in OVERFLOWS for _, _, name in self._keys)
 
     def overflowed(self) -> bool:
-        """Whether rows exceeded a budget. Waits for the host's copy."""
-        return any(map(self.on_host().counts().get, OVERFLOWS))
+        """Whether rows exceeded a budget. Waits for the copy."""
+        return any(map(self.on_host.counts.get, OVERFLOWS))
 
+    @cached_property
+    def on_host(self) -> HostSums:
+        """The sums in host memory. Waits for the copy."""
+        found: dict[str, dict[tuple[int, str], Tensor]] = defaultdict(dict)
+        for (kind, number, name), value in zip(self._keys, self._copy.read(), strict=True):
+            found[kind][number, name] = value
+        layers: dict[int, LayerTally] = {}
+        for (number, name), value in found[STATS].items():
+            layers.setdefault(number, LayerTally()).stats[name] = value
+        for (number, name), value in found[AUX_LOSSES].items():
+            layers.setdefault(number, LayerTally()).aux_losses[name] = value
+        (loss,) = found[LOSS].values()
+        loss_sum, tokens = loss.tolist()
+        return HostSums(
+            loss_sum=loss_sum,
+            tokens=tokens,
+            losses={name: value.item() for (_, name), value in found[LOSSES].items()},
+            layers=layers,
+            valid_tokens=sum(round(value.item()) for value in found[VALID_TOKENS].values()),
+            largest_logit=max((value.item() for value in found[LARGEST_LOGIT].values()), default=None),
+            votes=[round(vote) for value in found[VOTES].values() for vote in value.tolist()],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HostSums:
+    """Sums of a step in host memory.
+
+    ``tokens``: those of the global batch with a loss; ``valid_tokens``: with a loss or not. ``largest_logit``: of all
+    layers whose attentions are measured; None: there are none. ``votes``: what ranks tell of work beside the step,
+    summed over them (:class:`moefw.training.engine.Beside`); empty: they tell nothing.
+    """
+
+    loss_sum: float
+    tokens: float
+    losses: Mapping[str, float]
+    layers: Mapping[int, LayerTally]
+    valid_tokens: int
+    largest_logit: float | None
+    votes: Sequence[int]
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over tokens, in nats."""
+        return self.loss_sum / max(self.tokens, 1)
+
+    @cached_property
     def counts(self) -> dict[str, float]:
         """Scalar statistics by name, summed over layers."""
         totals: dict[str, float] = {}
@@ -197,20 +243,22 @@ class Attempt:
     """A step up to its update: its sums, and the norms of the gradient that it leaves on the parameters."""
 
     tally: Tally
-    first: Tally
-    """The sums before the step was run again without budgets, or ``tally``."""
+    """The sums of this rank's layers, over all ranks that share them."""
+    sums: ReducedSums
+    first: ReducedSums
+    """The sums before the step was run again without budgets, or ``sums``."""
     norms: Tensor
     """Of the whole gradient, and of each part of the model: see :meth:`Gradients.norms`."""
 
-    @cached_property
-    def host_sums(self) -> Tally:
+    @property
+    def host_sums(self) -> HostSums:
         """The sums in host memory."""
-        return self.tally.on_host()
+        return self.sums.on_host
 
     @property
     def counts(self) -> dict[str, float]:
         """The scalar statistics of the first run by name, summed over layers."""
-        return (self.host_sums if self.first is self.tally else self.first.on_host()).counts()
+        return self.first.on_host.counts
 
     @cached_property
     def grad_norms(self) -> list[float]:
@@ -225,10 +273,9 @@ class Attempt:
     @property
     def loss(self) -> float:
         """The global mean loss over tokens, in nats."""
-        loss_sum, tokens = self.host_sums.loss.tolist()
-        return float(loss_sum / max(tokens, 1))
+        return self.host_sums.loss
 
     @property
     def finite(self) -> bool:
         """Whether loss and gradient are finite, the same on every rank."""
-        return all(map(math.isfinite, (*self.host_sums.loss.tolist(), self.grad_norm)))
+        return all(map(math.isfinite, (self.host_sums.loss_sum, self.host_sums.tokens, self.grad_norm)))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from moefw.core.stages import LayerStats, Output
-from moefw.training.step_sums import Tally
+from moefw.training.step_sums import ReducedSums, Tally
 
 ALONE: Any = SimpleNamespace(group=lambda *axes: None)
 
 
-def tally(**stats: float) -> Tally:
+def sums_of(**stats: float) -> tuple[Tally, ReducedSums]:
     made = Tally(torch.device("cpu"))
     for micro_batch in range(3):
         values = {name: torch.tensor(value * micro_batch) for name, value in stats.items()}
@@ -22,23 +22,22 @@ def tally(**stats: float) -> Tally:
         layer = LayerStats(expert_ids_TK=torch.zeros(2, 1), stats={**load, **values}, aux_losses={"z": torch.ones(())})
         loss = {"loss_sum": torch.tensor(0.1), "losses": {"ahead": torch.tensor(0.3)}}
         made.add(Output(**loss, num_tokens=torch.tensor(7), layers={3: layer, 5: layer}), 0)
-    made.reduce(ALONE)
-    return made
+    return made, made.reduce(ALONE)
 
 
 def test_what_the_host_reads_are_the_sums() -> None:
-    sums = tally(dropped=1.5)
-    told = sums.on_host()
-    assert torch.equal(told.loss, sums.loss)
-    assert told.losses == sums.losses == {"ahead": 3 * torch.tensor(0.3).double()}
+    tally, sums = sums_of(dropped=1.5)
+    told = sums.on_host
+    assert [told.loss_sum, told.tokens] == tally.loss.tolist()
+    assert told.losses == tally.losses == {"ahead": 3 * torch.tensor(0.3).double()}
     assert [*told.layers] == [3, 5]
-    for number, layer in sums.layers.items():
+    for number, layer in tally.layers.items():
         for kind in ("stats", "aux_losses"):
             read = getattr(told.layers[number], kind)
             assert {name: value.tolist() for name, value in read.items()} == {
                 name: value.tolist() for name, value in getattr(layer, kind).items()
             }
-    assert told.counts() == {"dropped": 9.0}
+    assert told.counts == {"dropped": 9.0}
 
 
 @pytest.mark.parametrize(
@@ -46,4 +45,5 @@ def test_what_the_host_reads_are_the_sums() -> None:
     [({}, False), ({"overflow": 0.0}, False), ({"overflow": 2.0}, True), ({"unsaved_rows": 1.0}, True)],
 )
 def test_rows_beyond_a_budget_are_seen(stats: dict[str, float], overflowed: bool) -> None:
-    assert tally(**stats).overflowed() is overflowed
+    _, sums = sums_of(**stats)
+    assert sums.overflowed() is overflowed
