@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import pluggy
@@ -35,6 +35,8 @@ GROUP = "moefw"
 """The entry-point group. The name of an entry point is the name of the part that it declares."""
 
 _log = logging.getLogger(__name__)
+OBSERVER: Final = "observer"
+"""What ``run.observers`` names, beside the kinds of parts."""
 
 
 @frozen
@@ -111,10 +113,12 @@ class Registry:
     def names_of(self, kind: str | None) -> list[str]:
         """Names of a kind, for an error, with those of others' plugins that are not loaded and may be of any kind.
 
-        ``kind`` None: the latter alone, of which some may be observers.
+        ``kind`` None: names of all kinds. ``OBSERVER``: those of others' plugins alone, as none of ours observes.
         """
+        if kind is None:
+            return [*self.names]
         ours = [name for name, offers in self._offers.items() if offers[0].distribution == OURS]
-        for name in ours if kind else ():
+        for name in ours if kind != OBSERVER else ():
             with suppress(PluginError):  # of a name that another distribution brings, too
                 self.load(name)
         unseen = self._offers.keys() - self._loaded - set(ours)
@@ -123,7 +127,7 @@ class Registry:
     def load(self, name: str, kind: str | None = None) -> None:
         """Import and register the plugin called ``name``. Raises PluginError, which leaves other plugins intact.
 
-        ``kind``: that of the names which an error suggests; None: names of others' plugins alone.
+        ``kind``: that of the names which an error suggests, as in :meth:`names_of`.
         """
         if name in self._loaded:
             return

@@ -19,7 +19,7 @@ from moefw.compose.graphs import Asker, aligned_rows_problems, graph_needs, grap
 from moefw.compose.local_files import file_problems
 from moefw.compose.machine import this_machine
 from moefw.compose.pipeline_schedule import PipelineSchedule
-from moefw.compose.registry import Registry
+from moefw.compose.registry import OBSERVER, Registry
 from moefw.compose.routes import route_problems
 from moefw.compose.spec.origins import Origins
 from moefw.compose.spec.sections import RESERVED, Spec, TrainSpec, over, plugin_fields, with_defaults
@@ -270,7 +270,7 @@ class _Resolution:
                 self.placed.append(_Placed(path, part))
         with self.asking(()):
             for index, name in enumerate(spec.run.observers):
-                self.ask(("run", "observers", index), self.registry.load, name)
+                self.ask(("run", "observers", index), self.registry.load, name, OBSERVER)
 
     def _part(self, kind: str, choice: Choice, path: KeyPath) -> Plugin | None:
         registered = self.ask((*path, "use"), self.registry.get, kind, choice.use)

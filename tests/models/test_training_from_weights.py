@@ -113,7 +113,7 @@ def test_a_run_goes_on_without_the_folder(folder: Path, tmp_path: Path) -> None:
     for path in copy.glob("*.safetensors"):
         path.unlink()
     moefw_says("train", spec, "train.steps=2", "--resume")
-    assert "no model.safetensors" in complaint("train", spec)
+    assert "holds no safetensors files" in complaint("train", spec)
 
 
 def test_weights_that_are_not_finite_are_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:
