@@ -193,6 +193,12 @@ def test_a_run_with_one_evaluation_is_compared_with_those_of_others(tmp_path: Pa
     assert "Held-out text" not in "".join(figures(page(read_runs([once]))))
 
 
+def test_every_table_of_a_comparison_has_a_title_of_its_own(tmp_path: Path) -> None:
+    runs = read_runs([write_run(tmp_path / name, steps=60, eval_every=20) for name in ("one", "two")])
+    for compared in (runs, runs[:1]):
+        assert page(compared).count(">Terms beside the loss<") == 1
+
+
 def test_the_command_writes_the_page_whole_and_names_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=30)
     assert say("report", run).out == f"the report is in {run / 'report.html'}\n"

@@ -110,12 +110,12 @@ def _terms(runs: Sequence[Run], charts: Charts) -> list[Block]:
                 )
     head = [*(["run"] if len(runs) > 1 else []), "term", "last", "share of the sum", "at most"]
     texts = (0, 1) if len(runs) > 1 else (0,)
+    title = "Terms beside the loss"
     blocks: list[Block] = []
     if len(runs) == 1:
         curves = [
             Curve(runs[0], f"loss_shares/{name}", readable(name), series(place)) for place, name in enumerate(names)
         ]
-        blocks.append(
-            charts.curves("Terms beside the loss", curves, unit="share of the sum of loss and terms", height=200)
-        )
-    return [*blocks, Table(title="", head=head, rows=rows, texts=texts)]
+        blocks.append(charts.curves(title, curves, unit="share of the sum of loss and terms", height=200))
+    # The table is below the curves of one run; of several it stands alone.
+    return [*blocks, Table(title="" if blocks else title, head=head, rows=rows, texts=texts)]
