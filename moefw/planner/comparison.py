@@ -96,9 +96,8 @@ class Comparison:
 
     def _work(self) -> Sheet:
         a, b = (work_of_step(each.plan) for each in self.predictions)
-        return Sheet(
-            "work", ("work of a rank that has most, in a step", "A", "B", "B - A"), _rows(_of_both(a, b), a, b)
-        )
+        head = ("work of a rank that has most, in a step", "A", "B", "B - A")
+        return Sheet("work", head, _rows(_of_both(a, b), a, b))
 
     def _seconds(self) -> Sheet:
         a, b = (_seconds_of(each) for each in self.predictions)

@@ -162,15 +162,14 @@ def sent(plan: Ledger) -> Sheet:
             elif work.phase == "recompute":
                 kind = f"{kind}, {EXPOSED}"
             links.setdefault((transfer.group, str(transfer.ranks), kind), Counter()).update(counts)
-    head: tuple[str, ...] = ("sent in a micro-batch over", "ranks", "as", "number")
-    if plan.in_one_node:
-        rows = [(*key, str(sums["times"]), f"{sums['node'] / MIB:.2f}") for key, sums in links.items()]
-        return Sheet("sent", (*head, "MiB"), rows)
-    rows_by_link = [
-        (*key, str(sums["times"]), f"{sums['node'] / MIB:.2f}", f"{sums['network'] / MIB:.2f}")
+    columns = {"MiB": "node"}
+    if not plan.in_one_node:
+        columns = {"inside the node, MiB": "node", "between nodes, MiB": "network"}
+    rows = [
+        (*key, str(sums["times"]), *(f"{sums[link] / MIB:.2f}" for link in columns.values()))
         for key, sums in links.items()
     ]
-    return Sheet("sent", (*head, "inside the node, MiB", "between nodes, MiB"), rows_by_link)
+    return Sheet("sent", ("sent in a micro-batch over", "ranks", "as", "number", *columns), rows)
 
 
 def time_of_step(time: Forecast) -> Sheet:

@@ -371,7 +371,7 @@ def test_a_search_ends_at_once_where_not_even_parameters_and_gradients_fit() -> 
     (more,) = [int(word) for word in problem.fix.split() if word.isdigit()]
     roomier = search_of(("schedule", "layout"), gib=0.001 * (more + 1) / WORLD)
     roomier.look(roomier.space.own)
-    assert not roomier.is_hopeless
+    assert not roomier.nothing_can_fit
 
 
 def test_the_written_spec_is_what_check_accepts(tmp_path: Path) -> None:

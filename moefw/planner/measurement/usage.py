@@ -21,7 +21,7 @@ from moefw.planner.report import Peak
 from moefw.recording.recorder import GATHERED, GRADIENTS, Life
 from moefw.runtime.pipeline.merging import merged
 from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
-from moefw.runtime.pipeline.transfers import UNDER_WAY, Receive
+from moefw.runtime.pipeline.transfers import UNDER_WAY, Receive, taken_by
 
 
 @frozen(order=True)
@@ -86,7 +86,7 @@ class _LayersNotRun:
             return self._bytes(done=self.number)
         return self._bytes(waiting=self.number)
 
-    def beside(self, place: _Place, behind: int, *, in_backward: bool) -> _LayerBytes:
+    def in_phase(self, place: _Place, behind: int, *, in_backward: bool) -> _LayerBytes:
         """Bytes that these layers hold while the phase at a place runs, and at the boundary before it.
 
         ``behind``: the number of layers of the row behind the one of this phase, where the recorded layer takes turns
@@ -179,9 +179,9 @@ class Usage:
         """What all layers that did not run hold at a moment of a pass that runs from end to end."""
         return _sum(layers.at(moment) for layers in self._not_run)
 
-    def _layers_beside(self, place: _Place, behind: int, *, in_backward: bool) -> _LayerBytes:
+    def _layers_in_phase(self, place: _Place, behind: int, *, in_backward: bool) -> _LayerBytes:
         """What all layers that did not run hold while a phase of a pair runs."""
-        return _sum(layers.beside(place, behind, in_backward=in_backward) for layers in self._not_run)
+        return _sum(layers.in_phase(place, behind, in_backward=in_backward) for layers in self._not_run)
 
     def _at(self, moment: int) -> int:
         """Bytes in use at a moment, of the recorded micro-batch in all layers."""
@@ -225,15 +225,15 @@ class Usage:
         saved = {stage: self.own_at(span.stop) - self.own_at(span.start) for stage, span in spans.items()}
         in_flight = dict.fromkeys(saved, 0)
         most: dict[tuple[int, int], _Span] = {}
-        received: dict[tuple[str, int, int], int] = {}
+        received: dict[Receive, int] = {}
         num_sends = 0
         stages_with_gradients: set[int] = set()
         for step in self._batch.steps:
             if isinstance(step, Receive):
-                received[step.kind, step.stage, step.micro_batch] = link.received[step.kind, step.stage]
+                received[step] = link.received[step.kind, step.stage]
                 continue
             for action in step.passes:
-                received.pop((_recorded_kind(action), action.stage, action.micro_batch), None)
+                received.pop(taken_by(action), None)
             others = sum(in_flight[own] * saved[own] for own in saved)
             others += sum(received.values())
             others += min(num_sends, UNDER_WAY) * link.sent
@@ -281,7 +281,7 @@ class Usage:
                     number, behind = phases_ahead[done_ahead]
                     partner = self._level(step.backward, phases_back, left_back)
                     partner -= saved_before + saved[step.backward.stage]
-                    layers = self._layers_beside(place(number), behind, in_backward=False)
+                    layers = self._layers_in_phase(place(number), behind, in_backward=False)
                     yield _Span(ahead.forward_of([number]), beside + partner, layers)
                 done_ahead += 1
             else:
@@ -290,7 +290,7 @@ class Usage:
                     number, behind = phases_back[left_back]
                     partner = self._level(step.forward, phases_ahead, done_ahead)
                     partner -= self._level(step.forward, phases_ahead, 0)
-                    layers = self._layers_beside(place(number), behind, in_backward=True)
+                    layers = self._layers_in_phase(place(number), behind, in_backward=True)
                     yield _Span(back.backward_of([number]), beside + partner, layers)
 
     def _level(self, action: Action, phases: Sequence[tuple[int, int]], boundary: int) -> int:
@@ -299,7 +299,7 @@ class Usage:
         in_backward = action.kind != "F"
         moments = stage.backward if in_backward else stage.forward
         number, behind = phases[boundary] if boundary < len(phases) else (len(stage.phases), 0)
-        layers = self._layers_beside(_Place(action.stage, number), behind, in_backward=in_backward)
+        layers = self._layers_in_phase(_Place(action.stage, number), behind, in_backward=in_backward)
         return self._bytes_of_its_own[moments[number]] + layers.total
 
     @staticmethod

@@ -92,6 +92,7 @@ class Composer:
             for times, share in self._shares(stages):
                 for side, nbytes in share.parameters.items():
                     copies = self.copies[side]
+                    # The excerpt may have fewer ranks than share a parameter in the candidate.
                     pieces = min(copies.shards, copies.measured)
                     total += times * nbytes * pieces * ranks_at_each // copies.number
         return total

@@ -13,7 +13,7 @@ from attrs import frozen
 from moefw.core.records import Entry
 from moefw.runtime.pipeline.merging import merged
 from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
-from moefw.runtime.pipeline.transfers import UNDER_WAY, Receive, Step
+from moefw.runtime.pipeline.transfers import UNDER_WAY, Receive, Step, taken_by
 
 
 @frozen(kw_only=True)
@@ -77,13 +77,13 @@ def most_at(steps: Sequence[Step], stages: Mapping[int, StageBytes], *, sent: in
     gradients = sum(stage.gradients for stage in stages.values())
     known: dict[object, Sequence[int]] = {}
     most = Most()
-    received: set[tuple[str, int, int]] = set()
+    received: set[Receive] = set()
     num_sends = 0
     for entry in steps:
         if isinstance(entry, Receive):
-            received.add((entry.kind, entry.stage, entry.micro_batch))
+            received.add(entry)
             continue
-        received -= {("F" if action.kind == "F" else "B", action.stage, action.micro_batch) for action in entry.passes}
+        received -= {*map(taken_by, entry.passes)}
         held = sum(number * stages[stage].saved for stage, number in in_flight.items())
         held += (len(received) + min(num_sends, UNDER_WAY)) * sent
         kinds = tuple((action.kind, action.stage) for action in entry.passes)

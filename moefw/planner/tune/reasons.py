@@ -99,7 +99,7 @@ def impossible(search: Search) -> PlanError:
     if not measured:
         return PlanError([Problem("no candidate is possible.", "Change what is said below."), *problems])
     nearest = measured[0]
-    if search.is_hopeless:
+    if search.nothing_can_fit:
         needed = -(-search.least_bytes * search.where.world // search.where.cluster.memory_bytes)
         what = (
             f"parameters and gradients take {search.least_bytes / GIB:.1f} GiB of each of {search.where.world} GPUs at "

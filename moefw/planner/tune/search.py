@@ -80,7 +80,7 @@ class Search:
     excerpts: Excerpts
     said: Callable[[Candidate], None] = lambda _: None
     known: dict[str, Candidate] = field(factory=dict)
-    least_bytes: int = 0
+    least_bytes: int = field(default=0, init=False)
     """What no candidate holds less of on its fullest GPU, once one is known: see :func:`_least_bytes`."""
     _scheduled: dict[str, Settings] = field(factory=dict)
     """Settings with a schedule that goes with their pp, by the key of those without."""
@@ -108,7 +108,7 @@ class Search:
                     heapq.heappush(heap, (self._weight(candidate), len(self.known), key, True))
 
         look(own)
-        if self.is_hopeless:
+        if self.nothing_can_fit:
             return
         for settings in others[: count // STARTS]:
             look(self._with_schedule(settings, self.space.own))
@@ -122,7 +122,7 @@ class Search:
                 heapq.heappush(heap, (weight * LATER, number, key, False))
 
     @property
-    def is_hopeless(self) -> bool:
+    def nothing_can_fit(self) -> bool:
         """Whether no candidate can fit, whatever is measured."""
         return self.least_bytes > self.where.cluster.memory_bytes
 

@@ -27,6 +27,11 @@ class Receive:
 Step = Entry | Receive
 
 
+def taken_by(action: Action) -> Receive:
+    """What a pass takes, if it comes from another rank. Both parts of a backward count as one."""
+    return Receive("F" if action.kind == "F" else "B", action.stage, action.micro_batch)
+
+
 def with_transfers(order: Order, rank_of: Callable[[int], int], count: int) -> tuple[tuple[Step, ...], ...]:
     """Each rank's passes, with the starts of its receives among them. It sends right behind a pass or a pair.
 
