@@ -17,7 +17,8 @@ from ruamel.yaml import YAML
 import moefw
 from moefw.commands import specs
 from moefw.compose.registry import Registry
-from moefw.compose.resolve import MAX_LAYERS, assemble, assemble_tree
+from moefw.compose.resolution.checks import MAX_LAYERS
+from moefw.compose.resolve import assemble, assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.errors import PlanError, PluginError, SpecError
 from moefw.core.site import Machine, Site
