@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, final
 
 from rich.table import Table
 
@@ -15,6 +15,13 @@ from moefw.core.records import Action
 from moefw.system.stamps import stamp
 
 OTHER = "other"
+
+
+class Clock(Protocol):
+    """Measures the time of named sections."""
+
+    def __call__(self, section: str, *passes: Action) -> AbstractContextManager[None]:
+        """Measure the section that follows. ``passes``: the pass that runs in it and, second, its partner in a pair."""
 
 
 class SectionTime(NamedTuple):

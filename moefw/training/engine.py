@@ -17,17 +17,18 @@ from moefw.compose.router_steps import stays
 from moefw.compose.spec.sections import TrainSpec
 from moefw.core.contracts import Layout
 from moefw.core.stages import Batch
-from moefw.runtime.compute.weights import FORWARD
 from moefw.runtime.graphs import CudaGraphs, Graphs
 from moefw.runtime.layer import MoELayer
 from moefw.runtime.parallel.gradients import Gradients
 from moefw.runtime.parallel.parts import PARTS
 from moefw.system.stamps import stamp
 from moefw.training.amax_meters import Meters
+from moefw.training.clock import Clock
 from moefw.training.faults.bad_step import SKIPPED_STEPS, BadSteps, Policy
 from moefw.training.graphed_run import GraphedRun, OnFailure
 from moefw.training.logits import Logits
-from moefw.training.micro_batches import Clock, Run, in_order, passes_share, run_of
+from moefw.training.micro_batches import Run, in_order, run_of
+from moefw.training.step_parameters import step_parameters
 from moefw.training.step_sums import Attempt, ReducedSums, Tally
 from moefw_kernels.devices import on_device
 
@@ -317,7 +318,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], layout: Layout) -> floa
     was_training = model.training
     model.eval()
     tally = Tally(next(model.parameters()).device)
-    with passes_share(model, FORWARD):
+    with step_parameters(model).in_forward():
         for number, batch in enumerate(batches, 1):
             stamp(f"evaluation batch {number} of {len(batches)}")
             # No name: what a layer returns would stay until the next batch is done.

@@ -14,11 +14,10 @@ from moefw.core.errors import DataError
 from moefw.core.stages import Batch
 from moefw.models.past import Past
 from moefw.runtime.communication.agreement import everywhere
-from moefw.runtime.compute.weights import FORWARD
 from moefw.runtime.finite import is_finite
 from moefw.system.stamps import stamp
 from moefw.training.errors import NotFiniteError
-from moefw.training.micro_batches import passes_share
+from moefw.training.step_parameters import step_parameters
 
 RECOMPUTES: Final = "no past is kept (moefw.CachedAttention, cp 1), so each token is generated from all before it"
 
@@ -54,7 +53,7 @@ def generate(
     was_training = model.training
     model.eval()
     read = Reader(model, window)
-    with passes_share(model, FORWARD):
+    with step_parameters(model).in_forward():
         for _ in range(tokens):
             stamp("sampling text")
             logits_V = read(ids)[: data.vocab_size]

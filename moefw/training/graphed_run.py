@@ -19,7 +19,8 @@ from moefw.core.records import Action
 from moefw.core.stages import Batch
 from moefw.runtime.graphs import Graph, Graphs
 from moefw.system.stamps import stamp
-from moefw.training.micro_batches import Clock, Run
+from moefw.training.clock import Clock
+from moefw.training.micro_batches import Run
 from moefw.training.step_sums import Tally
 
 WARM_UP: Final = 3

@@ -21,7 +21,7 @@ from moefw.tracing.rank_file import Head, RankFile
 from moefw.tracing.replaced import traced
 from moefw.tracing.spans import Span
 from moefw.tracing.tracer import Ranges, Tracer
-from moefw.training.micro_batches import Clock
+from moefw.training.clock import Clock
 from moefw.training.session import Session
 from moefw_kernels.devices import is_gpu
 

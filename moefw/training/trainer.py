@@ -25,7 +25,7 @@ from moefw.models.huggingface.beside import CHAT, hand_on
 from moefw.runtime.communication.agreement import anywhere
 from moefw.system.stamps import stamp
 from moefw.training import checkpoint, ledger_file
-from moefw.training.clock import StepClock
+from moefw.training.clock import Clock, StepClock
 from moefw.training.engine import Engine, StepResult
 from moefw.training.errors import LostContactError, StoppedError
 from moefw.training.evaluation import evaluation, evaluation_starts, zlib_bits_per_byte
@@ -39,7 +39,6 @@ from moefw.training.forecast import Forecast
 from moefw.training.full_disk import RunFiles
 from moefw.training.host_pages import return_free_pages
 from moefw.training.learning_rate import learning_rate
-from moefw.training.micro_batches import Clock
 from moefw.training.model_flops import ModelFlops
 from moefw.training.progress import Evaluation, Progress
 from moefw.training.records.ending import Outcome, reason_of

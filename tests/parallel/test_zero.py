@@ -182,6 +182,15 @@ def test_each_unit_of_zero_1_reduces_once_a_step(pool: RankPool, sharded: str, l
     assert [MICRO_BATCHES * count for count in once] == pool.run(reductions, 4, tree(like, 2, 2))
 
 
+def test_each_unit_of_a_played_step_reduces_as_its_own_stage_says(pool: RankPool) -> None:
+    """The unit around all others is dense: it adds up whole while experts reduce after each pass, or the reverse."""
+    counts = {zeros: pool.run(reductions, 4, tree("1f1b", *zeros)) for zeros in product((1, 2), repeat=2)}
+    for both_once, experts_often, dense_often, both_often in zip(*counts.values(), strict=True):
+        assert both_once < experts_often < both_often
+        assert both_once < dense_often < both_often
+        assert experts_often + dense_often == both_once + both_often
+
+
 def added_up_by_autograd(spec: dict[str, Any]) -> tuple[int, list[tuple[int, ...]]]:
     """Return the number of gathered matrices, and the shapes of those whose gradients autograd adds up."""
     model, assembly, layout, _ = open_model(LayerCase(tokens=(1,) * 4, parts=spec))
