@@ -110,7 +110,10 @@ class Packs:
         )
 
 
-def feed_of(session: Session) -> Windows | Packs:
+Feed = Windows | Packs
+
+
+def feed_of(session: Session) -> Feed:
     """Micro-batches of a run: a pure function of seed and step. Raises DataError if there is too little text."""
     spec = session.assembly.spec.train
     seed = session.assembly.spec.run.seed

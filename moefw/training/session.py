@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,15 @@ class Session:
     def leads(self) -> bool:
         """Whether this rank prints to the user and writes shared files."""
         return self.layout.rank == 0
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the run that the spec names."""
+        return Path(self.assembly.spec.run.dir)
+
+    def in_run_dir(self, path: Path) -> str:
+        """A path in the folder of the run, relative to it, as records name it."""
+        return str(path.relative_to(self.run_dir))
 
     def read(self, stream: TokenStream, starts: Iterable[int], **more: Any) -> Batch:
         """Windows of a stream at ``starts`` as a batch; ``more`` is for :meth:`batch`."""

@@ -92,9 +92,9 @@ def train_save_and_resume(spec: str, run_dir: str, cache: Path) -> list[float]:
         session = Session(assembly=assembly, device=device, layout=layout, data=data, model=model, shared=shared)
         first = Trainer(session, resume=None)
         losses = [first._step(step)[0]["loss"] for step in range(2)]
-        first._save_now(1)
+        first.checkpoints.save_now(1)
         again = Trainer(session, resume="last")
-        assert again.start == 2
+        assert again.start.step == 2
         losses.append(again._step(2)[0]["loss"])
         shared.close()
     return losses
