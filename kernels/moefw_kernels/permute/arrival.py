@@ -111,73 +111,79 @@ def arrange(
     there is room for all choices instead, for a full group where there is a ``capacity``, which no expert exceeds, and
     for all padding of an ``alignment`` alone, unless that is more than ``MOST_PADDING`` of the choices: they are read.
     """
-    num_arrived, k = expert_NK.shape
-    shape_NK = (num_arrived, k)
-    found = _sorted(expert_NK, num_experts, source_N)
-    slots = found.order_N
-    is_plain = alignment == 1 and not capacity and budget is None
-    needs_counts = counts is None and (counts_on_host or not is_plain or num_rows is None)
-    if needs_counts and not counts_on_host:
-        # Only shapes need the counts. Shapes that hold whatever they are spare the host from waiting for them.
-        waits = runs_ahead(slots.device)
-        if budget is None and waits:
-            budget = _room(len(slots), num_experts, alignment, capacity)
-        if budget is not None:
-            return _within_budget(
-                slots,
-                expert_NK,
-                found.counts,
-                alignment=alignment,
-                capacity=capacity,
-                budget=budget,
-                shape_NK=shape_NK,
-            )
-        if is_plain and waits:
-            return _with_room_for_all(found, shape_NK)
-    if needs_counts:
-        (counts,) = on_host(found.counts)
-    if not is_plain:
-        assert counts is not None
-        return _in_groups(
-            slots,
-            np.asarray(counts, dtype=np.int64),
-            alignment=alignment,
-            capacity=capacity,
-            budget=budget,
-            shape_NK=shape_NK,
-        )
-    sizes = None
-    if counts is not None:
-        sizes = tuple(counts)
-        num_rows = sum(sizes)
-    assert num_rows is not None
-    in_order = Sorted(slots, found.counts, num_arrived, k).slots(num_rows)
-    return Arrival(in_order.rows, in_order.slot_R, sizes, found.counts_e, found.ends_e)
+    ids = _sorted(expert_NK, num_experts, source_N)
+    rule = _GroupRule(alignment, capacity, budget)
+    if counts is None and not counts_on_host:
+        if rule.is_plain and num_rows is not None:
+            return _one_behind_another(ids, expert_NK, num_rows, sizes=None)
+        arrival = _without_counts(ids, expert_NK, rule)
+        if arrival is not None:
+            return arrival
+    if counts is None:
+        (counts,) = on_host(ids.counts)
+    if rule.is_plain:
+        return _one_behind_another(ids, expert_NK, sum(counts), sizes=tuple(counts))
+    return _in_groups(ids, expert_NK, np.asarray(counts, dtype=np.int64), rule)
 
 
-def _room(choices: int, num_experts: int, alignment: int, capacity: int) -> int | None:
-    """Number of rows that hold the padded groups of all choices, wherever these go.
+@dataclass(frozen=True, slots=True)
+class _GroupRule:
+    """How many rows there are: the arguments of :func:`arrange`. A plain rule makes no room beyond that of choices."""
 
-    None: nothing is padded, or there may be more padding than ``MOST_PADDING``.
+    alignment: int
+    capacity: int
+    budget: int | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.alignment == 1 and not self.capacity and self.budget is None
+
+    def room(self, choices: int, num_experts: int) -> int | None:
+        """Number of rows that hold the padded groups of all choices, wherever these go.
+
+        None: nothing is padded, or there may be more padding than ``MOST_PADDING``.
+        """
+        if self.capacity:
+            return num_experts * padded(self.capacity, self.alignment)
+        # Each group that has rows adds at most ``alignment - 1`` rows of padding.
+        padding = min(num_experts, choices) * (self.alignment - 1)
+        if not padding or padding > MOST_PADDING * choices:
+            return None
+        return (choices + padding) // self.alignment * self.alignment
+
+
+def _one_behind_another(ids: SortedIds, expert_NK: Tensor, num_rows: int, *, sizes: tuple[int, ...] | None) -> Arrival:
+    """Mapping of the first ``num_rows`` slots in order to a row each. Groups have no padding."""
+    in_order = Sorted(ids.order_N, ids.counts, *expert_NK.shape).slots(num_rows)
+    return Arrival(in_order.rows, in_order.slot_R, sizes, ids.counts_e, ids.ends_e)
+
+
+def _without_counts(ids: SortedIds, expert_NK: Tensor, rule: _GroupRule) -> Arrival | None:
+    """Mapping whose shapes hold whatever the counts are, which spares the host from waiting for them.
+
+    None: the host has to read them, or need not wait where it does.
     """
-    if capacity:
-        return num_experts * padded(capacity, alignment)
-    # Each group that has rows adds at most ``alignment - 1`` rows of padding.
-    padding = min(num_experts, choices) * (alignment - 1)
-    if not padding or padding > MOST_PADDING * choices:
-        return None
-    return (choices + padding) // alignment * alignment
+    num_slots = len(ids.order_N)
+    waits = runs_ahead(ids.order_N.device)
+    budget = rule.budget
+    if budget is None and waits:
+        budget = rule.room(num_slots, len(ids.counts))
+    if budget is not None:
+        return _within_budget(ids, expert_NK, rule, budget)
+    if rule.is_plain and waits:
+        return _with_room_for_all(ids, expert_NK)
+    return None
 
 
-def _with_room_for_all(found: SortedIds, shape_NK: tuple[int, int]) -> Arrival:
+def _with_room_for_all(ids: SortedIds, expert_NK: Tensor) -> Arrival:
     """Mapping of slots in order to a row for each of them: those without an expert are past the last end."""
-    slots = found.order_N
-    end = found.ends_e[-1:]
-    in_order = Sorted(slots, found.counts, *shape_NK).slots(len(slots))
+    slots = ids.order_N
+    end = ids.ends_e[-1:]
+    in_order = Sorted(slots, ids.counts, *expert_NK.shape).slots(len(slots))
     row_NK = torch.where(in_order.rows.row_TK < end, in_order.rows.row_TK, -1)
     unused_R = torch.arange(len(slots), device=slots.device) >= end
     rows = row_map(in_order.rows.token_R, row_NK, dropped=True)
-    return Arrival(rows, in_order.slot_R, None, found.counts_e, found.ends_e, unused_R=unused_R)
+    return Arrival(rows, in_order.slot_R, None, ids.counts_e, ids.ends_e, unused_R=unused_R)
 
 
 def _sorted(expert_NK: Tensor, num_experts: int, source_N: Tensor | None) -> SortedIds:
@@ -187,22 +193,16 @@ def _sorted(expert_NK: Tensor, num_experts: int, source_N: Tensor | None) -> Sor
     # Sort by source first; the sort by expert is stable and keeps that order within an expert.
     k = expert_NK.shape[1]
     by_source_N = source_N.argsort(stable=True)
-    found = counting_sort(expert_NK.index_select(0, by_source_N).flatten(), num_experts)
-    order = found.order_N
-    return found._replace(order_N=by_source_N.index_select(0, order // k) * k + order % k)
+    ids = counting_sort(expert_NK.index_select(0, by_source_N).flatten(), num_experts)
+    order = ids.order_N
+    return ids._replace(order_N=by_source_N.index_select(0, order // k) * k + order % k)
 
 
-def _in_groups(
-    slots: Tensor,
-    count_e: NDArray[np.int64],
-    *,
-    alignment: int,
-    capacity: int,
-    budget: int | None,
-    shape_NK: tuple[int, int],
-) -> Arrival:
+def _in_groups(ids: SortedIds, expert_NK: Tensor, count_e: NDArray[np.int64], rule: _GroupRule) -> Arrival:
     """Mapping of slots in order to padded groups, whose sizes the host knows."""
-    size_e = padded(np.maximum(count_e, capacity), alignment)
+    slots = ids.order_N
+    budget = rule.budget
+    size_e = padded(np.maximum(count_e, rule.capacity), rule.alignment)
     begin_e = size_e.cumsum() - size_e
     num_choices = int(count_e.sum())
     if budget is not None:
@@ -225,7 +225,7 @@ def _in_groups(
         row_shift_e, padding_shift_e, padding_length_e = of_padding
         places = spans(row_shift_e, counts_e, num_rows)
         padding = spans(padding_shift_e, padding_length_e, total - num_rows).long()
-    rows, slot_R = _row_map(slots[:num_rows].int(), places, padding, shape_NK)
+    rows, slot_R = _row_map(slots[:num_rows].int(), places, padding, expert_NK.shape)
     return Arrival(
         rows=rows,
         slot_R=slot_R,
@@ -238,7 +238,7 @@ def _in_groups(
 
 
 def _row_map(
-    slots: Tensor, places: Tensor | None, padding: Tensor | None, shape_NK: tuple[int, int]
+    slots: Tensor, places: Tensor | None, padding: Tensor | None, shape_NK: torch.Size
 ) -> tuple[RowMap, Tensor]:
     """Map of slots in order to rows, and the slot of each row, 0 for padding.
 
@@ -259,23 +259,16 @@ def _row_map(
     return row_map(token_R, place_of_slot.view(num_arrived, k), padding=padding, dropped=dropped), slot_R
 
 
-def _within_budget(
-    slots: Tensor,
-    expert_NK: Tensor,
-    count_e: Tensor,
-    *,
-    alignment: int,
-    capacity: int,
-    budget: int,
-    shape_NK: tuple[int, int],
-) -> Arrival:
+def _within_budget(ids: SortedIds, expert_NK: Tensor, rule: _GroupRule, budget: int) -> Arrival:
     """Mapping of slots in order to groups within the budget. The host does not wait.
 
     No shape depends on values on a device that the host runs ahead of. All rows that come from nowhere are padding,
     those behind the last group included. It is the arithmetic of ``_in_groups``, on the device.
     """
-    k = shape_NK[1]
-    size_e = -(-count_e.clamp_min(capacity) // alignment) * alignment
+    slots = ids.order_N
+    count_e = ids.counts
+    k = expert_NK.shape[1]
+    size_e = -(-count_e.clamp_min(rule.capacity) // rule.alignment) * rule.alignment
     begin_e = size_e.cumsum(0) - size_e
     room_e = (budget - begin_e).clamp_min(0)
     kept_e = torch.minimum(count_e, room_e)
@@ -285,7 +278,7 @@ def _within_budget(
     slot_R = places.slot_R.clamp_min(0)
     token_R = slot_R // k if k else slot_R
     return Arrival(
-        rows=row_map(token_R, places.place_of_slot.view(shape_NK), padding=padding, dropped=True),
+        rows=row_map(token_R, places.place_of_slot.view(expert_NK.shape), padding=padding, dropped=True),
         slot_R=slot_R,
         sizes=None,
         counts_e=kept_e.int(),
