@@ -80,13 +80,15 @@ class RecordedStage:
             self.backward[-1] = began
             self.backward[0] = ended
 
-    def forward_of(self, phases: Sequence[int]) -> range:
-        """Moments of the forward of phases that follow each other."""
-        return range(self.forward[phases[0]], self.forward[phases[-1] + 1])
+    def forward_of(self, phase: int, *, last: int | None = None) -> range:
+        """Moments of the forward of a phase, or of those from it to the ``last``."""
+        end = (phase if last is None else last) + 1
+        return range(self.forward[phase], self.forward[end])
 
-    def backward_of(self, phases: Sequence[int]) -> range:
-        """Moments of the backward of phases that follow each other."""
-        return range(self.backward[phases[-1] + 1], self.backward[phases[0]])
+    def backward_of(self, phase: int, *, last: int | None = None) -> range:
+        """Moments of the backward of a phase, or of those from it to the ``last``, which is the first to run."""
+        end = (phase if last is None else last) + 1
+        return range(self.backward[end], self.backward[phase])
 
     def standing_for_others(self) -> Iterator[tuple[RunLayer, Sequence[int]]]:
         """Yield the layers that stand for others, with the numbers of their phases."""

@@ -162,7 +162,8 @@ class Usage:
         in_use = self._recorded_bytes
         for stage, recorded_stage in self._batch.stages.items():
             for layer, phases in recorded_stage.standing_for_others():
-                forward, backward = recorded_stage.forward_of(phases), recorded_stage.backward_of(phases)
+                forward = recorded_stage.forward_of(phases[0], last=phases[-1])
+                backward = recorded_stage.backward_of(phases[0], last=phases[-1])
                 saved = in_use[forward.stop] - in_use[forward.start]
                 gradients = saved + in_use[backward.stop] - in_use[backward.start]
                 yield _LayersNotRun(
@@ -282,7 +283,7 @@ class Usage:
                     partner = self._level(step.backward, phases_back, left_back)
                     partner -= saved_before + saved[step.backward.stage]
                     layers = self._layers_in_phase(place(number), behind, in_backward=False)
-                    yield _Span(ahead.forward_of([number]), beside + partner, layers)
+                    yield _Span(ahead.forward_of(number), beside + partner, layers)
                 done_ahead += 1
             else:
                 left_back -= 1
@@ -291,7 +292,7 @@ class Usage:
                     partner = self._level(step.forward, phases_ahead, done_ahead)
                     partner -= self._level(step.forward, phases_ahead, 0)
                     layers = self._layers_in_phase(place(number), behind, in_backward=True)
-                    yield _Span(back.backward_of([number]), beside + partner, layers)
+                    yield _Span(back.backward_of(number), beside + partner, layers)
 
     def _level(self, action: Action, phases: Sequence[tuple[int, int]], boundary: int) -> int:
         """Bytes without gathered weights when a pass is at a boundary between the phases of its whole stage."""

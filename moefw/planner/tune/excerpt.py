@@ -206,7 +206,8 @@ def _phases(usage: Usage, stage: RecordedStage) -> Mapping[int | None, Sequence[
     """Phases of a recorded stage by layer; None: the one before the layers and those behind them."""
     found: dict[int | None, list[PhaseBytes]] = defaultdict(list)
     for number, (phase, layer) in enumerate(zip(stage.phases, stage.layers, strict=True)):
-        forward, backward = stage.forward_of([number]), stage.backward_of([number])
+        forward = stage.forward_of(number)
+        backward = stage.backward_of(number)
         before, behind = usage.own_at(forward.start), usage.own_at(backward.start)
         found[None if layer is None else layer.number].append(
             PhaseBytes(
