@@ -29,9 +29,9 @@ from moefw.plugins.pipelines.v_shaped import DualPipeV
 from moefw.runtime.communication.movement import Flight
 from moefw.runtime.naming import canonical_parameters
 from moefw.runtime.phases import Phase, PhaseCall
-from moefw.runtime.pipeline.in_flight import InFlight
+from moefw.runtime.pipeline.link import Direction
 from moefw.runtime.pipeline.merging import merged
-from moefw.runtime.pipeline.player import Key, Player
+from moefw.runtime.pipeline.player import Player, Wait
 from moefw.runtime.pipeline.timeline import idle_share, most_in_flight, timeline
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.pool import RankPool
@@ -164,32 +164,30 @@ def waits_of_a_step(case: LayerCase) -> list[tuple[str, bool]]:
     within: list[Action] = []
     waits: list[tuple[str, bool]] = []
 
+    link = model.link
+    receive = link.receive
+
     @contextmanager
-    def around(action: Action, beside: Action | None) -> Iterator[None]:
-        del beside
+    def around(action: Action, partner: Action | None) -> Iterator[None]:
+        del partner
         within.append(action)
         yield
         within.pop()
 
-    class Waits(Player):
-        """Notes what it does while it waits."""
+    def receiving(stage: int, direction: Direction, buffers: tuple[Tensor, ...], *, number: int) -> Wait:
+        wait = receive(stage, direction, buffers, number=number)
+        kind = "F" if direction == "forward" else "B"
 
-        def _begin_forward(self, key: Key) -> InFlight:
-            self._note("F", key)
-            return super()._begin_forward(key)
+        def waiting() -> Sequence[Tensor]:
+            inside = [(action.kind, action.stage, action.micro_batch) for action in within] == [(kind, stage, number)]
+            waits.append((kind, inside and link.playing is within[0]))
+            return wait()
 
-        def _begin_backward(self, key: Key) -> InFlight:
-            self._note("B", key)
-            return super()._begin_backward(key)
+        return waiting
 
-        def _note(self, kind: str, key: Key) -> None:
-            now = (kind, *key)
-            inside = [(action.kind, action.stage, action.micro_batch) for action in within] == [now]
-            told = self.link.playing
-            waits.append((kind, inside and told is within[0]))
-
-    for _ in Waits(model, batches).play(around):
-        pass
+    with mock.patch.object(link, "receive", receiving):
+        for _ in Player(model, batches).play(around):
+            pass
     shared.close()
     return waits
 
@@ -198,7 +196,8 @@ def test_a_wait_for_a_neighbour_belongs_to_its_pass_in_a_pair_too(pool: RankPool
     pipeline = {"use": "interleaved", "merged": True}
     case = case_of(2, parallel={"pp": 2}, num_layers=4, pipeline=pipeline)
     for waits in pool.run(waits_of_a_step, 2, case):
-        assert len(waits) == 2 * MICRO_BATCHES * 2  # forward and backward in two stages
+        # Of two stages, forward and backward, but for the forward of the first and the backward of the last of all.
+        assert len(waits) == (2 * 2 - 1) * MICRO_BATCHES
         assert all(belongs for _, belongs in waits), waits
 
 

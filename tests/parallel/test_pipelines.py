@@ -202,7 +202,7 @@ def played(schedule: str, ranks: int) -> tuple[list[Action], int]:
     player, ran, held = Player(model, batches), list[Action](), [0]
 
     @contextmanager
-    def noted(action: Action, beside: Action | None) -> Any:
+    def noted(action: Action, partner: Action | None) -> Any:
         yield
         ran.append(action)
         held.append(sum(bool(in_flight._calls) for in_flight in player._in_flight.values()))

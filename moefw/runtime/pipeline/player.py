@@ -175,9 +175,9 @@ class Player:
         with around(backward, forward):
             back = self._begin_backward(_key(backward))
         for kind, phases in groupby(merged(ahead.phases, back.phases)):
-            action, beside = (forward, backward) if kind == "F" else (backward, forward)
+            action, partner = (forward, backward) if kind == "F" else (backward, forward)
             self.link.playing = action
-            with around(action, beside):
+            with around(action, partner):
                 for _ in phases:
                     if kind == "F":
                         ahead.forward()
