@@ -27,7 +27,7 @@ from moefw.core.contracts import Layout
 from moefw.core.errors import ContractError, PlanError, Problem, SpecError, nearest
 from moefw.core.plugin import Plugin
 from moefw.core.records import Side
-from moefw.core.stages import Batch, LayerStats, stage
+from moefw.core.stages import Batch, LayerStats, tensor_dataclass
 from moefw.models import lone_layers
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.compute.row_keys import keyed
@@ -40,7 +40,7 @@ from moefw.runtime.phases import straight
 SIDES: Sequence[Side] = ("dense", "experts")
 
 
-@stage
+@tensor_dataclass
 class LayerOutput:
     """Result of a layer's forward, for the tokens of this rank."""
 

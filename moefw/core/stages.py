@@ -1,4 +1,4 @@
-"""Tensors that the stages of a layer pass to each other.
+"""Tensors that the parts of a layer pass to each other.
 
 Legend of shapes, the suffix of a name. Upper case is a logical axis, lower case this rank's part of it:
 ``B`` sequences, ``S`` positions, ``T`` local tokens (``B*S``), ``D`` model dim, ``F`` expert hidden dim, ``E`` experts,
@@ -25,14 +25,14 @@ FREE: Final = -2
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,))
-def stage(cls: type[T_]) -> type[T_]:
+def tensor_dataclass(cls: type[T_]) -> type[T_]:
     """Make ``cls`` a dataclass whose tensors FSDP2 and ``torch.compile`` find, frozen to type checkers and suites."""
-    stage_class = dataclass(slots=True, kw_only=True, eq=False)(cls)
-    register_dataclass(stage_class)
-    return stage_class
+    made = dataclass(slots=True, kw_only=True, eq=False)(cls)
+    register_dataclass(made)
+    return made
 
 
-@stage
+@tensor_dataclass
 class Batch:
     """A micro-batch.
 
@@ -162,7 +162,7 @@ class Batch:
         raise ContractError(f"{actual} and not {expected}.", "Hand over expert_ids_TK of the same tokens.")
 
 
-@stage
+@tensor_dataclass
 class Routing:
     """The experts of each token, with weights, losses and statistics."""
 
@@ -201,7 +201,7 @@ class Grouping(Protocol):
     def offsets_e(self) -> Tensor: ...  # noqa: D102
 
 
-@stage
+@tensor_dataclass
 class ExpertBatch:
     """The rows of this rank's experts by expert, in order (expert, source rank, token): see the fact ``repeats``.
 
@@ -238,7 +238,7 @@ class ExpertBatch:
 DetailT = TypeVar("DetailT")
 
 
-@stage
+@tensor_dataclass
 class Pending(Generic[DetailT]):
     """A movement in flight, to be finished once. ``buffers`` are valid then; ``flight`` is the movement's own.
 
@@ -251,7 +251,7 @@ class Pending(Generic[DetailT]):
     flight: Any = None
 
 
-@stage
+@tensor_dataclass
 class LayerStats:
     """Statistics of one forward of an MoE layer. The engine accumulates them; the layer does not store them."""
 
@@ -262,7 +262,7 @@ class LayerStats:
     """For ``Batch.routes``, to replay this routing. Choices before a capacity, which drops the same ones again."""
 
 
-@stage
+@tensor_dataclass
 class Output:
     """Result of a model's forward, for this rank's part of a micro-batch."""
 

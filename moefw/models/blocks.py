@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from moefw.core.context import BuildContext
-from moefw.core.stages import Batch, LayerStats, stage
+from moefw.core.stages import Batch, LayerStats, tensor_dataclass
 from moefw.models.mlp import SwiGLU
 from moefw.models.sizes import Sizes
 from moefw.runtime.layer import MoELayer, Returning, Sent
@@ -18,7 +18,7 @@ from moefw.runtime.parallel.tensor_parallel import TensorParallel
 from moefw.runtime.phases import Phase, straight
 
 
-@stage
+@tensor_dataclass
 class Stream:
     """The residual stream between two blocks, and the statistics of the MoE layers so far, by number.
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from moefw.core.stages import stage
+from moefw.core.stages import tensor_dataclass
 
 
-@stage
+@tensor_dataclass
 class Past:
     """The tokens of each sequence so far: their number, and what each layer's attention needs of them."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moefw.core.contracts import Dispatcher
-from moefw.core.stages import Batch, ExpertBatch, LayerStats, Pending, Routing, stage
+from moefw.core.stages import Batch, ExpertBatch, LayerStats, Pending, Routing, tensor_dataclass
 from moefw.runtime.compute.row_keys import with_keys
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.memory.static_rows import StaticRows
@@ -28,7 +28,7 @@ from moefw.runtime.replayed_routes import differences, filled
 from moefw.runtime.router_entropy import ROUTER_ENTROPY, entropy_of_scores
 
 
-@stage
+@tensor_dataclass
 class Sent:
     """The dispatch in flight."""
 
@@ -39,7 +39,7 @@ class Sent:
     beside: Any = None
 
 
-@stage
+@tensor_dataclass
 class Received:
     """The rows of this rank's experts, and the output of the shared expert."""
 
@@ -51,7 +51,7 @@ class Received:
     beside: Any = None
 
 
-@stage
+@tensor_dataclass
 class Returning:
     """The combine in flight."""
 

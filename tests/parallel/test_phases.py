@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dispatchers import DISPATCHERS
 from memory_cases import Allocations, offload, recompute
-from moefw.core.stages import stage
+from moefw.core.stages import tensor_dataclass
 from moefw.runtime.compute.wgrads import Wgrads
 from moefw.runtime.forward_context import forward_with
 from moefw.runtime.phases import PhaseCall, differentiable
@@ -162,9 +162,9 @@ class Named(NamedTuple):
     second: Any
 
 
-@stage
+@tensor_dataclass
 class Kept:
-    """A stage of a layer, with an optional field."""
+    """What parts of a layer pass on, with an optional field."""
 
     rows: Any
     others: Any = None

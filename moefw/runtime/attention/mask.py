@@ -7,10 +7,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from moefw.core.stages import Batch, stage
+from moefw.core.stages import Batch, tensor_dataclass
 
 
-@stage
+@tensor_dataclass
 class Mask:
     """A causal mask, whose queries are the last ``queries`` of ``keys`` positions. Each of them sees its own key."""
 

@@ -20,13 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefw.core.errors import ContractError
-from moefw.core.stages import stage
+from moefw.core.stages import tensor_dataclass
 from moefw.runtime.forward_context import forward_context, forward_with
 from moefw.runtime.memory.outputs import Output, Scope
 from moefw.runtime.phases import Function, Phase
 
 
-@stage
+@tensor_dataclass
 class _Scoped:
     """The result of a phase, and the scope of its layer call."""
 

@@ -10,13 +10,13 @@ from attrs import frozen
 from torch import Tensor
 
 from moefw.core.records import Stage
-from moefw.core.stages import Batch, LayerStats, stage
+from moefw.core.stages import Batch, LayerStats, tensor_dataclass
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.phases import Phase
 from moefw.runtime.pipeline.link import Link
 
 
-@stage
+@tensor_dataclass
 class Arrived:
     """The input of a stage: its own batch, and the tensors that the stage before passed on."""
 
@@ -24,7 +24,7 @@ class Arrived:
     tensors: tuple[Tensor, ...] = ()
 
 
-@stage
+@tensor_dataclass
 class Passed:
     """The output of a stage that is not the last: tensors for the next one, and the statistics of its MoE layers."""
 
