@@ -20,7 +20,7 @@ def write_stacks_to(pipe: int) -> None:
     faulthandler.enable(pipe)
 
 
-def told_of_death(exit_code: int, stacks: int) -> str:
+def death_text(exit_code: int, stacks: int) -> str:
     """Text about a process that is dead: how it ended, then what is in the pipe with this file descriptor."""
     if exit_code >= 0:
         return f"the process died with exit code {exit_code}"

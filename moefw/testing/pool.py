@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from moefw.core.errors import ContractError
-from moefw.testing.deaths import told_of_death, write_stacks_to
+from moefw.testing.deaths import death_text, write_stacks_to
+from moefw.testing.error_text import error_text
 from moefw.testing.frozen_stages import freeze_stages
 from moefw.testing.lateness import LOOK_S, Lateness, main_thread_s
-from moefw.testing.told import told
 
 COLLECTIVE_TIMEOUT_S = 120.0
 """Seconds after which gloo gives up: later than a job's usual limit, as the pool tells ranks that hang from slow ones,
@@ -78,10 +78,10 @@ class _Worker:
     pipe: Connection
     stacks: Connection
 
-    def told_of_death(self) -> str:
+    def death_text(self) -> str:
         """What became of the process, which is about to end."""
         self.process.join()
-        return told_of_death(self.process.exitcode, self.stacks.fileno())
+        return death_text(self.process.exitcode, self.stacks.fileno())
 
     def end(self) -> None:
         self.process.kill()
@@ -151,7 +151,7 @@ class RankPool:
                     status, answer = pickle.loads(worker.pipe.recv_bytes())
                 except EOFError:
                     status = "failed"
-                    answer = worker.told_of_death()
+                    answer = worker.death_text()
                 if status == "unconnected":
                     unconnected = True
                 if status == "done":
@@ -217,7 +217,7 @@ def _serve(pipe: Connection, stacks: Connection, port: int) -> None:
             status = "failed"
             answer = ("done", function(*args))
         except BaseException as error:
-            answer = (status, told(error))
+            answer = (status, error_text(error))
         pipe.send_bytes(pickle.dumps(answer))
         if status == "unconnected":
             return

@@ -45,7 +45,7 @@ def _of_run(run: Run, charts: Charts, of_run: str) -> list[Block]:
     kept = {label: steps for label, steps in lanes.items() if steps}
     picture = charts.lanes(f"Events{of_run}", kept, dict(KINDS.values()))
     shown = run.events[-MOST_ROWS:]
-    rows = [[_clock(event), f"{event['step']:,}", _label(event), told(event)] for event in shown]
+    rows = [[_clock(event), f"{event['step']:,}", _label(event), in_words(event)] for event in shown]
     title = f"The last {MOST_ROWS:,} of {len(run.events):,}" if len(run.events) > MOST_ROWS else ""
     return [
         picture,
@@ -63,7 +63,7 @@ def _label(event: Record) -> str:
     return KINDS[kind][0] if kind in KINDS else str(kind)
 
 
-def told(event: Record) -> str:
+def in_words(event: Record) -> str:
     """An event in words; empty for one of a stranger that gives no reason."""
     match event["event"]:
         case "start":

@@ -16,6 +16,7 @@ from attrs import evolve
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import ContractError, MoefwError, PlanError, PluginError
 from moefw.core.facts import ANY, Offers
+from moefw.testing.error_text import FRAME
 from moefw.testing.layer_case import LayerCase
 from moefw.testing.poisoned import poisoned_memory
 from moefw.testing.suites import dispatch_assertions as assertions
@@ -23,7 +24,6 @@ from moefw.testing.suites.base import Suite
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_ranks import Moved, misfits_when_called, moved, moved_twice
 from moefw.testing.threads import thread_world
-from moefw.testing.told import FRAME
 
 ARGUMENTS: Final = "test_its_methods_take_and_return_what_the_contract_says"
 """The check without which no other one is of use."""

@@ -15,7 +15,7 @@ from moefw.core.errors import ContractError, Problem
 from moefw.core.records import Action, Order, Pair
 from moefw.runtime.pipeline.timeline import timeline
 from moefw.testing.suites.base import Suite
-from moefw.testing.suites.pipeline_case import model_case, stepped, told
+from moefw.testing.suites.pipeline_case import model_case, order_here, stepped
 from moefw.testing.suites.watch import worst_error
 
 RTOL = 2e-5
@@ -172,7 +172,7 @@ class PipelineSuite(Suite):
                 plugins=(self.plugin,),
             )
             staged = model(case.ranks, parts={**self.parts, self.section: self.chosen})
-            orders = self.pool.run(told, case.ranks, staged, case.ranks, case.count)
+            orders = self.pool.run(order_here, case.ranks, staged, case.ranks, case.count)
             for rank, order in enumerate(orders):
                 assert order == orders[0], f"{case} on rank {rank} of a run, order returns something else."
             (alone,) = self.pool.run(stepped, 1, model(1, parts=self.parts))

@@ -37,8 +37,8 @@ def model_case(
     return LayerCase(tokens=case.tokens, parts={**case.parts, "train": train}, plugins=plugins)
 
 
-def told(layer_case: LayerCase, ranks: int, count: int) -> Order:
-    """Order of ``count`` micro-batches on ``ranks`` as this rank is told it."""
+def order_here(layer_case: LayerCase, ranks: int, count: int) -> Order:
+    """Order of ``count`` micro-batches on ``ranks``, as this rank has it."""
     order: Order = layer_case.resolve().parts.pipeline.order(ranks, count)
     return order
 

@@ -19,10 +19,10 @@ _LIBRARIES: Final = ("torch", "triton", "numpy", "hypothesis", "pytest", "_pytes
 """Installed packages that authors of plugins call, and whose code they do not read."""
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Text of an exception: ``Name: message``, then the frames of the plugin's code; at least one, the innermost.
 
-    Its notes and its cause follow, told alike.
+    Its notes and its cause follow, as texts alike.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_authors(Path(frame.filename))] or frames[-1:]
@@ -31,7 +31,7 @@ def told(error: BaseException) -> str:
     lines = [f"{name}: {message}" if message else name, *getattr(error, "__notes__", ())]
     text = "\n".join([*lines, "".join(traceback.format_list(own))]).rstrip()
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return text if cause is None else f"{text}\nThis came of {told(cause)}"
+    return text if cause is None else f"{text}\nThis came of {error_text(cause)}"
 
 
 def _is_authors(file: Path) -> bool:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from moefw.testing.told import FRAME, told
+from moefw.testing.error_text import FRAME, error_text
 
 
 def told_of(function: Callable[[], Any]) -> str:
     try:
         function()
     except Exception as error:
-        return told(error)
+        return error_text(error)
     raise AssertionError("nothing was raised")
 
 
