@@ -24,7 +24,7 @@ from moefw_kernels.grouped_gemm import blockwise_grouped_mm, tensorwise_grouped_
 from moefw_kernels.paged_copy import Pages
 from moefw_kernels.permute import RowMap
 from moefw_kernels.quantize import E5M2, Quantized, Scales, empty_rows, quantize_fp8, quantize_tensor
-from moefw_kernels.routing import Choice, Rows
+from moefw_kernels.routing import Gating, Segments
 from pairwise import each_value
 from triton_compiled import Compiled, compile_launches
 
@@ -72,11 +72,11 @@ INDEX = none(16384, dtype=torch.int64)
 ENDS = none(8, dtype=torch.int32)
 COUNT = none(dtype=torch.int32)
 BYTES = none(16384, 64, dtype=torch.uint8)
-CHOICES = (
-    ("softmax", 128, Choice(k=8)),
-    ("sigmoid", 256, Choice(k=8, score="sigmoid", renormalise=True, scale=2.5, groups=(8, 4, 2))),
-    ("sqrtsoftplus", 1024, Choice(k=32, score="sqrtsoftplus", renormalise=True)),
-    ("softmax of all", 160, Choice(k=6, pre_softmax=True, groups=(8, 3, 2))),
+GATINGS = (
+    ("softmax", 128, Gating(k=8)),
+    ("sigmoid", 256, Gating(k=8, score="sigmoid", renormalise=True, scale=2.5, groups=(8, 4, 2))),
+    ("sqrtsoftplus", 1024, Gating(k=32, score="sqrtsoftplus", renormalise=True)),
+    ("softmax of all", 160, Gating(k=6, pre_softmax=True, groups=(8, 3, 2))),
 )
 CVT = ("cvt.rn.satfinite.e4m3x2.f32",)
 TO_BF16 = ("cvt.rn.bf16x2.f32",)
@@ -141,12 +141,12 @@ def others() -> dict[str, Case]:
     for experts in (128, 1024):
         sort = partial(call, "counting_sort", "counting_sort", none(131072, dtype=torch.int64), experts)
         cases[f"counting sort {experts}"] = Case(sort, (5, 2), counts=True, deep=experts > 128)
-    for name, experts, choice in CHOICES:
-        logits, bias, k = none(16384, experts, dtype=torch.float32), none(experts, dtype=torch.float32), choice.k
+    for name, experts, gating in GATINGS:
+        logits, bias, k = none(16384, experts, dtype=torch.float32), none(experts, dtype=torch.float32), gating.k
         ids, weights = none(16384, k, dtype=torch.int64), none(16384, k, dtype=torch.float32)
-        saved = logits if choice.pre_softmax else None, weights
-        backward = partial(call, "routing", "route_backward", ids, weights, *saved, choice, experts)
-        forward = partial(call, "routing", "route", logits, choice, bias, none(16384, dtype=torch.bool))
+        saved = logits if gating.pre_softmax else None, weights
+        backward = partial(call, "routing", "route_backward", ids, weights, *saved, gating, experts)
+        forward = partial(call, "routing", "route", logits, gating, bias, none(16384, dtype=torch.bool))
         # Entropies cost a load of the mask in one more layout, and a store of the few numbers behind the counts.
         cases[f"route {name}"] = Case(forward, (4, 5))
         cases[f"route {name} backward"] = Case(backward, (12, 0))
@@ -177,22 +177,22 @@ def balance() -> dict[str, Case]:
     """
     cases, mask = {}, none(16384, dtype=torch.bool)
     name = "routing.balance"
-    for of, experts, choice in CHOICES:
+    for of, experts, gating in GATINGS:
         logits, mass = none(16384, experts, dtype=torch.float32), none(4, experts, dtype=torch.float32)
-        ids = none(16384, choice.k, dtype=torch.int64) if choice.groups is None else None
-        forward = partial(call, name, "token_sums", logits, choice, ids, mask, Rows(4), 0.1)
+        ids = none(16384, gating.k, dtype=torch.int64) if gating.groups is None else None
+        forward = partial(call, name, "token_sums", logits, gating, ids, mask, Segments(4), 0.1)
         grads = mass, mass[0, 0]
-        backward = partial(call, name, "token_sums_backward", logits, choice.score, mask, Rows(4), 0.1, *grads)
+        backward = partial(call, name, "token_sums_backward", logits, gating.score, mask, Segments(4), 0.1, *grads)
         deep, loads = of == "softmax of all", 3 if ids is None else 11
         cases[f"sums {of}"] = Case(forward, (loads, 4), deep=deep, spills=2 * (of == "sqrtsoftplus"))
         cases[f"sums {of} backward"] = Case(backward, (3, 0), deep=deep)
-        documents = Rows(64, INDEX)
-        forward = partial(call, name, "token_sums", logits, choice, ids, mask, documents, 0.1)
-        backward = partial(call, name, "token_sums_backward", logits, choice.score, mask, documents, 0.1, *grads)
+        documents = Segments(64, INDEX)
+        forward = partial(call, name, "token_sums", logits, gating, ids, mask, documents, 0.1)
+        backward = partial(call, name, "token_sums_backward", logits, gating.score, mask, documents, 0.1, *grads)
         deep = of != "sigmoid"
         cases[f"sums of documents {of}"] = Case(forward, (loads + 6, 11), deep=deep, spills=3)
         cases[f"sums of documents {of} backward"] = Case(backward, (5, 0), deep=deep)
-    z_loss = partial(call, name, "token_sums", logits, choice, None, None, None, 0.1)
+    z_loss = partial(call, name, "token_sums", logits, gating, None, None, None, 0.1)
     seen = none(4, 161, dtype=torch.float32)
     cases["z-loss"] = Case(z_loss, (0, 1))
     cases["switch loss"] = Case(partial(call, name, "switch_loss", mass, seen, 0.1), (16, 1))

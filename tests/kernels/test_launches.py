@@ -19,7 +19,7 @@ from moefw.testing.host_waits import HostWaits, available
 from moefw.testing.layer_case import LayerCase, build_layer
 from moefw.testing.pool import RankPool
 from moefw_kernels.expert_gemm import UNTUNED
-from moefw_kernels.routing import Choice, Rows
+from moefw_kernels.routing import Gating, Segments
 from triton_compiled import count_launches
 from triton_on_cpu import TritonOnCpu
 
@@ -151,10 +151,10 @@ def none(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def launched(documents: bool) -> dict[tuple[str, str], int]:
     """Return what the functions of ``KERNELS`` and ``BACKWARD`` launch, on tensors without memory."""
-    rows = Rows(1, none(8, dtype=torch.int64) if documents else None)
+    segments = Segments(1, none(8, dtype=torch.int64) if documents else None)
     h, weights, order = none(64, 32), none(64, dtype=torch.float32), none(64, dtype=torch.int32)
-    logits, choice = none(8, 16, dtype=torch.float32), Choice(k=8)
-    chosen = order.view(8, 8), weights.view(8, 8), None, weights.view(8, 8), choice, 16
+    logits, gating = none(8, 16, dtype=torch.float32), Gating(k=8)
+    chosen = order.view(8, 8), weights.view(8, 8), None, weights.view(8, 8), gating, 16
     scalar, seen = none(dtype=torch.float32), none(1, 17, dtype=torch.float32)
     tile = UNTUNED.gated
     given: dict[tuple[str, str], tuple[Any, ...]] = {
@@ -166,12 +166,12 @@ def launched(documents: bool) -> dict[tuple[str, str], int]:
         ("expert_gemm", "row_tiles"): (order[:4], 64),
         ("permute", "gather_sum"): (h, order.view(8, 8)),
         ("permute", "tokens_and_rows"): (order, 64, 8),
-        ("routing", "route"): (logits, choice, None, None),
+        ("routing", "route"): (logits, gating, None, None),
         ("routing", "route_backward"): chosen,
         ("routing.balance", "switch_loss"): (seen[:, 1:], seen, 2.0),
         ("routing.balance", "switch_loss_backward"): (seen, scalar, 2.0),
-        ("routing.balance", "token_sums"): (logits, choice, None, None, rows, 0.1),
-        ("routing.balance", "token_sums_backward"): (logits, "softmax", None, rows, 0.1, seen[:, 1:], scalar),
+        ("routing.balance", "token_sums"): (logits, gating, None, None, segments, 0.1),
+        ("routing.balance", "token_sums_backward"): (logits, "softmax", None, segments, 0.1, seen[:, 1:], scalar),
         ("swiglu", "weighted_swiglu"): (h, weights),
         ("swiglu", "weighted_swiglu_backward"): (none(64, 16), h, weights),
     }

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefw_kernels.routing import MOST_CHOICES, MOST_EXPERTS, Choice, Chosen, reference, route
+from moefw_kernels.routing import MOST_CHOICES, MOST_EXPERTS, Chosen, Gating, reference, route
 from pairwise import each_value
 
 SCORES: dict[str, dict[str, Any]] = {
@@ -55,21 +55,21 @@ def variants(tokens: int, experts: int) -> Iterator[tuple[Tensor | None, Tensor 
 
 
 def kernels(
-    logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None, grad_TK: Tensor
+    logits_TE: Tensor, gating: Gating, bias_E: Tensor | None, mask_T: Tensor | None, grad_TK: Tensor
 ) -> tuple[Chosen, Tensor]:
     from moefw_kernels.routing import triton
 
-    (*routed, entropy), chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
-    saved_TE = logits_TE if choice.pre_softmax else None
-    grad_TE = triton.route_backward(routed[0], chosen_TK, saved_TE, grad_TK, choice, logits_TE.shape[1])
+    (*routed, entropy), chosen_TK = triton.route(logits_TE, gating, bias_E, mask_T)
+    saved_TE = logits_TE if gating.pre_softmax else None
+    grad_TE = triton.route_backward(routed[0], chosen_TK, saved_TE, grad_TK, gating, logits_TE.shape[1])
     return Chosen(*routed, None, entropy), grad_TE
 
 
 def references(
-    logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None, grad_TK: Tensor
+    logits_TE: Tensor, gating: Gating, bias_E: Tensor | None, mask_T: Tensor | None, grad_TK: Tensor
 ) -> tuple[Chosen, Tensor]:
     given = logits_TE.detach().requires_grad_()
-    routed = reference.route(given, choice, bias_E, mask_T)
+    routed = reference.route(given, gating, bias_E, mask_T)
     (routed.weights_TK * grad_TK).sum().backward()
     assert given.grad is not None
     return routed, given.grad
@@ -91,17 +91,17 @@ def kernels_as_the_reference(score: str, shape: str) -> None:
     logits_TE = logits_of((tokens, experts))
     # With the most experts each variant takes seconds: only that with a bias and a mask there.
     for bias_E, mask_T in islice(variants(tokens, experts), 1 if experts == MOST_EXPERTS else None):
-        choice = Choice(k=k, groups=groups, **SCORES[score])
+        gating = Gating(k=k, groups=groups, **SCORES[score])
         grad_TK = torch.randn(tokens, k, generator=torch.Generator().manual_seed(2)).mT.contiguous().mT
-        mine, my_grad = kernels(logits_TE, choice, bias_E, mask_T, grad_TK)
-        right, right_grad = references(logits_TE, choice, bias_E, mask_T, grad_TK)
+        mine, my_grad = kernels(logits_TE, gating, bias_E, mask_T, grad_TK)
+        right, right_grad = references(logits_TE, gating, bias_E, mask_T, grad_TK)
         assert torch.equal(mine.ids_TK, right.ids_TK)
         assert torch.equal(mine.counts_E, right.counts_E)
         assert mine.ids_TK.dtype == torch.int64
         assert mine.entropy is not None
         torch.testing.assert_close(mine.entropy, entropy(right, mask_T), rtol=1e-5, atol=1e-5)
         assert mine.weights_TK.dtype == mine.counts_E.dtype == torch.float32
-        exact, exact_grad = references(logits_TE.double(), choice, bias_E, mask_T, grad_TK)
+        exact, exact_grad = references(logits_TE.double(), gating, bias_E, mask_T, grad_TK)
         if torch.equal(exact.ids_TK, mine.ids_TK):
             right, right_grad = exact, exact_grad
         torch.testing.assert_close(mine.weights_TK, right.weights_TK.float(), rtol=3e-6, atol=1e-30)
@@ -124,10 +124,10 @@ def equals_by_the_lowest_id() -> None:
             [1.0, float("inf"), float("nan"), float("inf"), 2.0, 0.0],
         ]
     )
-    ids_TK = triton.route(logits_TE, Choice(k=4), None, None)[0][0]
+    ids_TK = triton.route(logits_TE, Gating(k=4), None, None)[0][0]
     order_TE = logits_TE.nan_to_num(nan=float("inf"), posinf=1e30).sort(dim=-1, descending=True, stable=True).indices
     assert ids_TK.tolist() == order_TE[:, :4].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [2, 0, 1, 3], [2, 1, 3, 4]]
-    two_groups = Choice(k=2, groups=(3, 1, 2))
+    two_groups = Gating(k=2, groups=(3, 1, 2))
     assert triton.route(torch.zeros(1, 6), two_groups, None, None)[0][0].tolist() == [[0, 1]]
 
 
@@ -140,17 +140,17 @@ def as_on_a_gpu(score: str) -> None:
     Tensor.is_cuda = True  # type: ignore[assignment]
     try:
         for bias_E, mask_T in variants(9, 12):
-            choice = Choice(k=3, groups=(4, 2, 1), needs_scores=True, **SCORES[score])
+            gating = Gating(k=3, groups=(4, 2, 1), needs_scores=True, **SCORES[score])
             mine, right = (logits_of((9, 12)).requires_grad_() for _ in range(2))
             for given, of in ((mine, route), (right, reference.route)):
-                found = of(given, choice, bias_E, mask_T)
+                found = of(given, gating, bias_E, mask_T)
                 assert (found.scores_TE is None) == (of is route)
                 (found.weights_TK * torch.arange(27.0).view(9, 3)).sum().backward()
             torch.testing.assert_close(mine.grad, right.grad, rtol=1e-5, atol=1e-5)
         held: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
-            route(mine, choice, None, None)
-        assert (12 in {x.shape[-1] for x in held}) == choice.pre_softmax
+            route(mine, gating, None, None)
+        assert (12 in {x.shape[-1] for x in held}) == gating.pre_softmax
         with pytest.MonkeyPatch.context() as patch:
             patch.delattr("moefw_kernels.routing.triton.route")
             for dtype, experts, k in (
@@ -158,7 +158,7 @@ def as_on_a_gpu(score: str) -> None:
                 (torch.float32, MOST_EXPERTS + 1, 2),
                 (torch.float32, 64, 33),
             ):
-                assert route(torch.randn(2, experts, dtype=dtype), Choice(k=k)).ids_TK.shape == (2, k)
+                assert route(torch.randn(2, experts, dtype=dtype), Gating(k=k)).ids_TK.shape == (2, k)
     finally:
         del Tensor.is_cuda
 
@@ -171,12 +171,12 @@ def test_on_a_gpu_the_kernels_route_up_to_their_limits(interpreter: ProcessPoolE
 @pytest.mark.parametrize("score", SCORES)
 def test_the_reference_in_fp64_has_the_slopes_of_its_weights(score: str) -> None:
     logits_TE = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    choice = Choice(k=3, needs_scores=True, **SCORES[score])
+    gating = Gating(k=3, needs_scores=True, **SCORES[score])
 
     def weights_and_scores(given: Tensor) -> tuple[Tensor, ...]:
-        found = reference.route(given, choice, None, None)
+        found = reference.route(given, gating, None, None)
         assert found.scores_TE is not None
-        return found.scores_TE, reference.weigh(given, found.scores_TE, found.ids_TK, choice)
+        return found.scores_TE, reference.weigh(given, found.scores_TE, found.ids_TK, gating)
 
     assert torch.autograd.gradcheck(weights_and_scores, (logits_TE,))
 

@@ -176,7 +176,7 @@ class TestQuantile:
     tp=st.sampled_from([1, 2, 3]),
     packed=st.booleans(),
 )
-def test_rows_of_sequences_ascend_on_each_rank_and_have_all_tokens(
+def test_segments_of_sequences_ascend_on_each_rank_and_have_all_tokens(
     counts: list[int], cp: int, tp: int, packed: bool
 ) -> None:
     """The kernels of balance losses rely on it."""
@@ -193,14 +193,14 @@ def test_rows_of_sequences_ascend_on_each_rank_and_have_all_tokens(
         batch = SequenceCut(layout).part(batch)
         own = replace(batch, part=Shard(0, part, tp, "tp") if tp > 1 else None)
         num_tokens = batch.ids_BS.numel() // tp
-        rows = sequences(own, num_tokens)
-        assert rows.count == len(lengths)
-        if rows.row_T is None:
-            seen += num_tokens // rows.count
+        segments = sequences(own, num_tokens)
+        assert segments.count == len(lengths)
+        if segments.segment_T is None:
+            seen += num_tokens // segments.count
             continue
-        assert len(rows.row_T) == num_tokens
-        assert (rows.row_T.diff() >= 0).all()
-        seen += rows.row_T.bincount(minlength=rows.count)
+        assert len(segments.segment_T) == num_tokens
+        assert (segments.segment_T.diff() >= 0).all()
+        seen += segments.segment_T.bincount(minlength=segments.count)
     assert seen.tolist() == lengths
 
 

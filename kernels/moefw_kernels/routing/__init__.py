@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefw_kernels.routing import reference
-from moefw_kernels.routing.balance import Rows, Sums, switch_loss, token_sums, z_loss
-from moefw_kernels.routing.choice import Choice, Chosen
+from moefw_kernels.routing.balance import Segments, Sums, switch_loss, token_sums, z_loss
 from moefw_kernels.routing.counts import count_choices, within_capacity
+from moefw_kernels.routing.gating import Chosen, Gating
 from moefw_kernels.routing.limits import MOST_CHOICES, MOST_EXPERTS, kernels_take
 from moefw_kernels.routing.reference import route_to
 from moefw_kernels.routing.scores import chosen
@@ -19,9 +19,9 @@ from moefw_kernels.routing.scores import chosen
 __all__ = [
     "MOST_CHOICES",
     "MOST_EXPERTS",
-    "Choice",
     "Chosen",
-    "Rows",
+    "Gating",
+    "Segments",
     "Sums",
     "chosen",
     "count_choices",
@@ -34,16 +34,16 @@ __all__ = [
 ]
 
 
-def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None = None, mask_T: Tensor | None = None) -> Chosen:
+def route(logits_TE: Tensor, gating: Gating, bias_E: Tensor | None = None, mask_T: Tensor | None = None) -> Chosen:
     """Each token's experts, best first, and their weights. Differentiable in the logits. T may be 0.
 
     ``logits_TE`` fp32 or fp64; ``bias_E`` fp32, which changes the choice of experts and no weight; ``mask_T`` bool,
     False for tokens that are not routed. On a GPU fp32 takes one kernel and a sum forward, and one kernel backward; of
     experts that are equally good it chooses those with the lowest ids. Elsewhere ``torch.topk`` chooses. NaN is best.
     """
-    if not kernels_take(logits_TE, choice):
-        return reference.route(logits_TE, choice, bias_E, mask_T)
-    routed = _Route.apply(logits_TE, choice, bias_E, mask_T)  # type: ignore[no-untyped-call]
+    if not kernels_take(logits_TE, gating):
+        return reference.route(logits_TE, gating, bias_E, mask_T)
+    routed = _Route.apply(logits_TE, gating, bias_E, mask_T)  # type: ignore[no-untyped-call]
     ids_TK, weights_TK, counts_E, entropy = routed
     return Chosen(ids_TK, weights_TK, counts_E, None, entropy)
 
@@ -53,14 +53,14 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None
+        ctx: Any, logits_TE: Tensor, gating: Gating, bias_E: Tensor | None, mask_T: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from moefw_kernels.routing import triton
 
-        routed, chosen_TK = triton.route(logits_TE, choice, bias_E, mask_T)
+        routed, chosen_TK = triton.route(logits_TE, gating, bias_E, mask_T)
         ids_TK, weights_TK, counts_E, entropy = routed
-        ctx.save_for_backward(ids_TK, chosen_TK, logits_TE if choice.pre_softmax else None)
-        ctx.choice = choice
+        ctx.save_for_backward(ids_TK, chosen_TK, logits_TE if gating.pre_softmax else None)
+        ctx.gating = gating
         ctx.num_experts = logits_TE.shape[1]
         # Both share one storage. ``data`` hides from autograd that they are views of it: it refuses to change those.
         counts_E = counts_E.data
@@ -77,5 +77,5 @@ class _Route(torch.autograd.Function):
         if grad_TK is None:
             return None, None, None, None
         ids_TK, chosen_TK, logits_TE = ctx.saved_tensors
-        grad_TE = triton.route_backward(ids_TK, chosen_TK, logits_TE, grad_TK, ctx.choice, ctx.num_experts)
+        grad_TE = triton.route_backward(ids_TK, chosen_TK, logits_TE, grad_TK, ctx.gating, ctx.num_experts)
         return grad_TE, None, None, None

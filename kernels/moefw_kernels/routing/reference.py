@@ -5,30 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefw_kernels.routing.choice import Choice, Chosen
 from moefw_kernels.routing.counts import count_choices, count_ids
+from moefw_kernels.routing.gating import Chosen, Gating
 from moefw_kernels.routing.scores import SCORES, in_best_groups, weigh
 
 
-def route(logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None) -> Chosen:
+def route(logits_TE: Tensor, gating: Gating, bias_E: Tensor | None, mask_T: Tensor | None) -> Chosen:
     """Implement ``moefw_kernels.routing.route``, also for fp64. Always returns scores."""
     detached_TE = logits_TE.detach()
-    scores_TE = SCORES[choice.score](logits_TE if choice.through_scores else detached_TE)
-    ranking_TE = detached_TE if choice.by_logits else scores_TE
+    scores_TE = SCORES[gating.score](logits_TE if gating.through_scores else detached_TE)
+    ranking_TE = detached_TE if gating.by_logits else scores_TE
     if bias_E is not None:
         ranking_TE = ranking_TE + bias_E
-    if choice.groups is not None:
-        ranking_TE = in_best_groups(ranking_TE, *choice.groups)
-    ids_TK = ranking_TE.topk(choice.k).indices
-    return _routed(ids_TK, weigh(logits_TE, scores_TE, ids_TK, choice), mask_T, None, scores_TE)
+    if gating.groups is not None:
+        ranking_TE = in_best_groups(ranking_TE, *gating.groups)
+    ids_TK = ranking_TE.topk(gating.k).indices
+    return _routed(ids_TK, weigh(logits_TE, scores_TE, ids_TK, gating), mask_T, None, scores_TE)
 
 
 def route_to(
-    ids_TK: Tensor, logits_TE: Tensor, choice: Choice, mask_T: Tensor | None, dropped_TK: Tensor | None = None
+    ids_TK: Tensor, logits_TE: Tensor, gating: Gating, mask_T: Tensor | None, dropped_TK: Tensor | None = None
 ) -> Chosen:
     """Routing to experts that were chosen elsewhere. Dropped choices have some valid id and get no share."""
-    scores_TE = SCORES[choice.score](logits_TE if choice.through_scores else logits_TE.detach())
-    weights_TK = weigh(logits_TE, scores_TE, ids_TK, choice, dropped_TK)
+    scores_TE = SCORES[gating.score](logits_TE if gating.through_scores else logits_TE.detach())
+    weights_TK = weigh(logits_TE, scores_TE, ids_TK, gating, dropped_TK)
     return _routed(ids_TK, weights_TK, mask_T, dropped_TK, scores_TE)
 
 

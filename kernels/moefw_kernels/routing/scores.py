@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefw_kernels.routing.choice import Choice
+from moefw_kernels.routing.gating import Gating
 
 LINEAR_ABOVE: Final = 40.0
 """Above this value softplus returns its argument: log1p(exp(-40)) is below the last bit, also in fp64."""
@@ -60,28 +60,28 @@ def in_best_groups(ranking_TE: Tensor, count: int, keep: int, best: int) -> Tens
 
 
 def weigh(
-    logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, choice: Choice, absent_TK: Tensor | None = None
+    logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, gating: Gating, absent_TK: Tensor | None = None
 ) -> Tensor:
     """Weights of chosen experts in the dtype of the logits.
 
     Choices that are ``absent`` have some valid id and get no share. The caller replaces their weights: the softmax over
     none is NaN.
     """
-    if choice.pre_softmax:
+    if gating.pre_softmax:
         weights_TK = chosen(scores_TE, ids_TK)
-    elif choice.score == "softmax":
+    elif gating.score == "softmax":
         chosen_TK = chosen(logits_TE, ids_TK)
         if absent_TK is not None:
             chosen_TK = chosen_TK.masked_fill(absent_TK, float("-inf"))
         weights_TK = chosen_TK.softmax(-1)
     else:
-        weights_TK = SCORES[choice.score](chosen(logits_TE, ids_TK))
-        if choice.renormalise:
+        weights_TK = SCORES[gating.score](chosen(logits_TE, ids_TK))
+        if gating.renormalise:
             if absent_TK is not None:
                 weights_TK = weights_TK.masked_fill(absent_TK, 0.0)
             # DeepSeek-V3's constant: if all chosen scores are zero, so are the weights, instead of NaN.
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return weights_TK if choice.scale == 1.0 else weights_TK * choice.scale
+    return weights_TK if gating.scale == 1.0 else weights_TK * gating.scale
 
 
 class _Chosen(torch.autograd.Function):

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefw_kernels.casts import is_compiled
-from moefw_kernels.routing.choice import Choice
+from moefw_kernels.routing.gating import Gating
 from moefw_kernels.routing.in_kernels import (
     NONE,
     contiguous,
@@ -195,7 +195,7 @@ def _backward_kernel(
 
 
 def route(
-    logits_TE: Tensor, choice: Choice, bias_E: Tensor | None, mask_T: Tensor | None
+    logits_TE: Tensor, gating: Gating, bias_E: Tensor | None, mask_T: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
     """Implement ``moefw_kernels.routing.route`` for fp32: ids, weights, counts and entropy, and also the chosen logits.
 
@@ -203,16 +203,16 @@ def route(
     over all logits. Counts and entropy share one storage.
     """
     tokens, experts = logits_TE.shape
-    k = choice.k
+    k = gating.k
     # Without groups, all experts are one group of which one is kept.
-    count, keep, best = choice.groups or (1, 1, 1)
+    count, keep, best = gating.groups or (1, 1, 1)
     group_size = experts // count
     places = triton.next_power_of_2(group_size)
     groups = triton.next_power_of_2(count)
     programs = triton.cdiv(tokens, TOKENS)
     ids_TK = logits_TE.new_empty(tokens, k, dtype=torch.int64)
     weights_TK = logits_TE.new_empty(tokens, k)
-    chosen_TK = None if choice.pre_softmax else logits_TE.new_empty(tokens, k)
+    chosen_TK = None if gating.pre_softmax else logits_TE.new_empty(tokens, k)
     counts_PX = logits_TE.new_empty(programs, experts + BESIDE.value)
     if tokens:
         _route_kernel[(programs,)](
@@ -225,10 +225,10 @@ def route(
             chosen=chosen_TK,
             tokens=tokens,
             num_experts=experts,
-            scale=choice.scale,
-            SCORE=choice.score,
-            PRE=choice.pre_softmax,
-            RENORMALISE=choice.renormalise,
+            scale=gating.scale,
+            SCORE=gating.score,
+            PRE=gating.pre_softmax,
+            RENORMALISE=gating.renormalise,
             GROUPS=count,
             KEEP=keep,
             BEST=best,
@@ -250,7 +250,7 @@ def route_backward(
     chosen_TK: Tensor | None,
     logits_TE: Tensor | None,
     grad_TK: Tensor,
-    choice: Choice,
+    gating: Gating,
     num_experts: int,
 ) -> Tensor:
     """Gradient of the logits, fp32 (T, E), given ``grad_TK``, the gradient of the weights.
@@ -270,10 +270,10 @@ def route_backward(
             grad_logits=grad_logits_TE,
             tokens=tokens,
             num_experts=num_experts,
-            scale=choice.scale,
-            SCORE=choice.score,
-            PRE=choice.pre_softmax,
-            RENORMALISE=choice.renormalise,
+            scale=gating.scale,
+            SCORE=gating.score,
+            PRE=gating.pre_softmax,
+            RENORMALISE=gating.renormalise,
             E=width,
             K=k,
             KP=triton.next_power_of_2(k),

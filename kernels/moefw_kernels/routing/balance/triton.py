@@ -1,9 +1,9 @@
 """Triton kernels of the sums over tokens, and of the Switch loss.
 
-Rows lie one after another. A program adds up the tokens of a block, row by row, and stores a part for each row of which
-it has some. That of block b and row r is at place b + r: from one to the next the block or the row goes up, or both, so
-no two share a place. The parts of a row lie side by side, and are added up in their order. A part holds masses (E),
-counts (E), valid tokens, and the z-loss.
+Segments lie one after another. A program adds up the tokens of a block, segment by segment, and stores a part for each
+segment of which it has some. That of block b and segment g is at place b + g: from one to the next the block or the
+segment goes up, or both, so no two share a place. The parts of a segment lie side by side, and are added up in their
+order. A part holds masses (E), counts (E), valid tokens, and the z-loss.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moefw_kernels.casts import is_compiled
-from moefw_kernels.routing.balance.sums import Rows
-from moefw_kernels.routing.choice import Choice
+from moefw_kernels.routing.balance.sums import Segments
+from moefw_kernels.routing.gating import Gating
 from moefw_kernels.routing.in_kernels import (
     NONE,
     TINY,
@@ -36,9 +36,9 @@ from moefw_kernels.routing.in_kernels import (
 TOKENS: Final = 32
 """Tokens of a block."""
 _STARTS: Final = tl.constexpr(4)
-"""Starts of rows that are stored at once for each token of a block."""
+"""Starts of segments that are stored at once for each token of a block."""
 PARTS: Final = 128
-"""Parts of a row that a program adds up at once."""
+"""Parts of a segment that a program adds up at once."""
 COLUMNS: Final = 16
 """Numbers of each part that a program adds up."""
 ROWS_TOGETHER: Final = 4
@@ -72,47 +72,49 @@ def _log_sum_exp(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _piece(row_of, block, start, end, row_tokens, TOKENS: tl.constexpr):
-    """Row of the token at ``start`` of a block, and where its tokens stop, at ``end`` if not before.
+def _piece(segment_of, block, start, end, segment_tokens, TOKENS: tl.constexpr):
+    """Segment of the token at ``start`` of a block, and where its tokens stop, at ``end`` if not before.
 
-    ``row_of``: the row of each token from the beginning of the block on, ascending; None: each row has ``row_tokens``.
+    ``segment_of``: the segment of each token from the beginning of the block on, ascending; None: each segment has
+    ``segment_tokens``.
     """
-    if row_of is None:
-        row = (block * TOKENS + start) // row_tokens
-        stop = tl.minimum(end, (row + 1) * row_tokens - block * TOKENS)
+    if segment_of is None:
+        segment = (block * TOKENS + start) // segment_tokens
+        stop = tl.minimum(end, (segment + 1) * segment_tokens - block * TOKENS)
     else:
-        row = tl.load(row_of + start).to(tl.int32)
+        segment = tl.load(segment_of + start).to(tl.int32)
         place = tl.arange(0, TOKENS)
-        stop = start + tl.sum((tl.load(row_of + place, mask=place < end, other=-1) == row).to(tl.int32), 0)
-    return row, stop
+        stop = start + tl.sum((tl.load(segment_of + place, mask=place < end, other=-1) == segment).to(tl.int32), 0)
+    return segment, stop
 
 
 @triton.jit
-def _store_starts(starts, row_of, block, tokens, rows, TOKENS: tl.constexpr):
-    """Store where rows start that begin in a block. A row without tokens starts where the next one does.
+def _store_starts(starts, segment_of, block, tokens, segments, TOKENS: tl.constexpr):
+    """Store where segments start that begin in a block. A segment without tokens starts where the next one does.
 
-    The place behind the last token counts as a token in a row behind the last one. It stores the starts of the rows
-    without tokens at the end, and the end of all rows.
+    The place behind the last token counts as a token in a segment behind the last one. It stores the starts of the
+    segments without tokens at the end, and the end of all segments.
     """
     place = tl.arange(0, TOKENS)
     following = 1 + tl.arange(0, _STARTS)
     t = block * TOKENS + place
-    row = tl.load(row_of + place, mask=t < tokens, other=rows).to(tl.int32)
-    before = tl.load(row_of + place - 1, mask=(t > 0) & (t <= tokens), other=rows).to(tl.int32)
+    segment = tl.load(segment_of + place, mask=t < tokens, other=segments).to(tl.int32)
+    before = tl.load(segment_of + place - 1, mask=(t > 0) & (t <= tokens), other=segments).to(tl.int32)
     before = tl.where(t == 0, -1, before)
-    # A token in row r behind one in row b is the start of rows b + 1 to r, of which all but the last have no tokens.
-    for first in range(0, tl.max(row - before, 0), _STARTS):
+    # A token in segment g behind one in segment b is the start of segments b + 1 to g, of which all but the last have
+    # no tokens.
+    for first in range(0, tl.max(segment - before, 0), _STARTS):
         at = before[:, None] + first + following[None, :]
-        tl.store(starts + at, tl.broadcast_to(t[:, None], at.shape), mask=at <= row[:, None])
+        tl.store(starts + at, tl.broadcast_to(t[:, None], at.shape), mask=at <= segment[:, None])
 
 
 @triton.jit
 def _sums_kernel(
-    logits, ids, present, row_of, parts, starts, tokens, num_experts, row_tokens, rows, width, z_coeff,
+    logits, ids, present, segment_of, parts, starts, tokens, num_experts, segment_tokens, segments, width, z_coeff,
     SCORE: tl.constexpr, SHARES: tl.constexpr, Z: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     E: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Add up ``TOKENS`` tokens, row by row: shares, choices, valid tokens, z-losses. Store where their rows start.
+    """Add up ``TOKENS`` tokens, segment by segment: shares, choices, valid tokens, z-losses. Store where these start.
 
     A part has ``width`` numbers, of which these are used: the mass of each expert, its count, the number of valid
     tokens, the z-loss. Without ``ids``, the K best experts of each token are found here.
@@ -127,12 +129,12 @@ def _sums_kernel(
         ids += begin * K
     if present is not None:
         present += begin
-    if row_of is not None:
-        row_of += begin
+    if segment_of is not None:
+        segment_of += begin
     start = 0
     end = tl.minimum(TOKENS, tokens - block * TOKENS)
     while start < end:
-        row, stop = _piece(row_of, block, start, end, row_tokens, TOKENS)
+        segment, stop = _piece(segment_of, block, start, end, segment_tokens, TOKENS)
         mass = tl.zeros((E,), tl.float32)
         count = tl.zeros((E,), tl.int32)
         seen = tl.zeros((N,), tl.float32)
@@ -169,9 +171,9 @@ def _sums_kernel(
             if Z:
                 lse = _log_sum_exp(x, COMPILED)
                 z += lse * lse * valid
-        # Rows ascend with blocks, so block + row numbers each (block, row) with tokens differently, and the parts of a
-        # row lie side by side.
-        part = parts + (block + row).to(tl.int64) * width
+        # Segments ascend with blocks, so block + segment numbers each (block, segment) with tokens differently, and the
+        # parts of a segment lie side by side.
+        part = parts + (block + segment).to(tl.int64) * width
         if SHARES:
             tl.store(part + expert, mass, mask=exists)
             tl.store(part + num_experts + expert, count.to(tl.float32), mask=exists)
@@ -180,43 +182,43 @@ def _sums_kernel(
         if Z:
             tl.store(part, tl.sum(z, 0) * z_coeff)
         start = stop
-    if row_of is not None:
-        _store_starts(starts, row_of, block, tokens, rows, TOKENS)
+    if segment_of is not None:
+        _store_starts(starts, segment_of, block, tokens, segments, TOKENS)
 
 
 @triton.jit
 def _add_up_kernel(
-    parts, starts, sums, row_tokens, rows, masses, seen, numbers, width,
+    parts, starts, sums, segment_tokens, segments, masses, seen, numbers, width,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add up some numbers of a row's parts, in the order of the parts.
+    """Add up some numbers of a segment's parts, in the order of the parts.
 
     A part has ``numbers`` of them: ``masses`` masses, then ``seen`` counts with the number of valid tokens, then the
-    z-loss if there is one. ``sums`` holds the masses of all rows, then what they have seen, then their z-losses.
+    z-loss if there is one. ``sums`` holds the masses of all segments, then what they have seen, then their z-losses.
     """
-    row = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if starts is None:
-        start = row * row_tokens
-        end = (row + 1) * row_tokens
+        start = segment * segment_tokens
+        end = (segment + 1) * segment_tokens
     else:
-        start = tl.load(starts + row)
-        end = tl.load(starts + row + 1)
+        start = tl.load(starts + segment)
+        end = tl.load(starts + segment + 1)
     total = tl.zeros((COLUMNS,), tl.float32)
-    last = tl.where(end > start, row + (end - 1) // TOKENS, -1)
-    for first in range(row + start // TOKENS, last + 1, PARTS):
+    last = tl.where(end > start, segment + (end - 1) // TOKENS, -1)
+    for first in range(segment + start // TOKENS, last + 1, PARTS):
         part = (first + tl.arange(0, PARTS))[:, None]
         values = tl.load(parts + part * width + column[None, :], mask=part <= last, other=0.0)
         total += tl.sum(values, 0)
-    at = rows * (masses + seen) + row
-    at = tl.where(column < masses + seen, rows * masses + row * seen + column - masses, at)
-    at = tl.where(column < masses, row * masses + column, at)
+    at = segments * (masses + seen) + segment
+    at = tl.where(column < masses + seen, segments * masses + segment * seen + column - masses, at)
+    at = tl.where(column < masses, segment * masses + column, at)
     tl.store(sums + at, total, mask=column < numbers)
 
 
 @triton.jit
 def _sums_backward_kernel(
-    logits, present, row_of, grad_mass, grad_z, grad_logits, tokens, num_experts, row_tokens, z_coeff,
+    logits, present, segment_of, grad_mass, grad_z, grad_logits, tokens, num_experts, segment_tokens, z_coeff,
     SCORE: tl.constexpr, E: tl.constexpr, N: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of N tokens' logits, given those of the masses and of the z-loss."""
@@ -229,9 +231,9 @@ def _sums_backward_kernel(
     inside_NE = inside[:, None] & exists[None, :]
     grad_x = tl.zeros((N, E), tl.float32)
     if grad_mass is not None:
-        row = t // row_tokens if row_of is None else tl.load(row_of + t, mask=inside, other=0)
-        of_row = grad_mass + row[:, None] * num_experts + expert[None, :]
-        grad = tl.load(of_row, mask=inside_NE, other=0.0) * valid[:, None]
+        segment = t // segment_tokens if segment_of is None else tl.load(segment_of + t, mask=inside, other=0)
+        of_segment = grad_mass + segment[:, None] * num_experts + expert[None, :]
+        grad = tl.load(of_segment, mask=inside_NE, other=0.0) * valid[:, None]
         if SCORE == "softmax":
             share = softmax(x, COMPILED)
             grad_x = share * (grad - tl.sum(grad * share, 1)[:, None])
@@ -251,95 +253,97 @@ def _sums_backward_kernel(
 
 
 @triton.jit
-def _load(seen, row, expert, inside_NE, num_experts):
-    """Each expert's share of the choices of a row, times the choices of a token."""
-    at = seen + row * (num_experts + 1)
+def _load(seen, segment, expert, inside_NE, num_experts):
+    """Each expert's share of the choices of a segment, times the choices of a token."""
+    at = seen + segment * (num_experts + 1)
     tokens = tl.load(at + num_experts, mask=inside_NE, other=1.0)
     return tl.div_rn(tl.load(at + expert, mask=inside_NE, other=0.0), tl.maximum(tokens, 1.0))
 
 
 @triton.jit
-def _switch_kernel(mass, seen, loss, rows, num_experts, coeff, E: tl.constexpr, N: tl.constexpr):
-    """Add up the loss of all rows, N at a time."""
+def _switch_kernel(mass, seen, loss, segments, num_experts, coeff, E: tl.constexpr, N: tl.constexpr):
+    """Add up the loss of all segments, N at a time."""
     expert = tl.arange(0, E)[None, :]
     total = tl.zeros((N, E), tl.float32)
-    for start in range(0, rows, N):
-        row = (start + tl.arange(0, N).to(tl.int64))[:, None]
-        inside_NE = (row < rows) & (expert < num_experts)
-        load = _load(seen, row, expert, inside_NE, num_experts)
-        total += tl.load(mass + row * num_experts + expert, mask=inside_NE, other=0.0) * load
+    for start in range(0, segments, N):
+        segment = (start + tl.arange(0, N).to(tl.int64))[:, None]
+        inside_NE = (segment < segments) & (expert < num_experts)
+        load = _load(seen, segment, expert, inside_NE, num_experts)
+        total += tl.load(mass + segment * num_experts + expert, mask=inside_NE, other=0.0) * load
     tl.store(loss, tl.sum(total) * coeff)
 
 
 @triton.jit
-def _switch_backward_kernel(seen, grad, grad_mass, rows, num_experts, coeff, E: tl.constexpr, N: tl.constexpr):
-    """Compute the gradients of N rows' masses."""
-    row = (tl.program_id(0).to(tl.int64) * N + tl.arange(0, N))[:, None]
+def _switch_backward_kernel(seen, grad, grad_mass, segments, num_experts, coeff, E: tl.constexpr, N: tl.constexpr):
+    """Compute the gradients of N segments' masses."""
+    segment = (tl.program_id(0).to(tl.int64) * N + tl.arange(0, N))[:, None]
     expert = tl.arange(0, E)[None, :]
-    inside_NE = (row < rows) & (expert < num_experts)
-    load = _load(seen, row, expert, inside_NE, num_experts)
-    tl.store(grad_mass + row * num_experts + expert, load * (tl.load(grad) * coeff), mask=inside_NE)
+    inside_NE = (segment < segments) & (expert < num_experts)
+    load = _load(seen, segment, expert, inside_NE, num_experts)
+    tl.store(grad_mass + segment * num_experts + expert, load * (tl.load(grad) * coeff), mask=inside_NE)
 
 
 def token_sums(
     logits_TE: Tensor,
-    choice: Choice,
+    gating: Gating,
     ids_TK: Tensor | None,
     mask_T: Tensor | None,
-    rows: Rows | None,
+    segments: Segments | None,
     z_coeff: float | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Implement ``moefw_kernels.routing.token_sums`` for fp32 and one of ``over``, or with ``rows`` None for none.
+    """Implement ``moefw_kernels.routing.token_sums`` for fp32 and one of ``over``, or with ``segments`` None for none.
 
-    Return ``mass_RE`` and ``seen_RX``, None without ``rows``, and the z-loss, None without ``z_coeff``.
+    Return ``mass_GE`` and ``seen_GX``, None without ``segments``, and the z-loss, None without ``z_coeff``.
     """
     tokens, experts = logits_TE.shape
-    has_shares = rows is not None
+    has_shares = segments is not None
     has_z = z_coeff is not None
-    num_rows = 1 if rows is None else rows.count
+    num_segments = 1 if segments is None else segments.count
     num_masses = experts if has_shares else 0
     num_seen = experts + 1 if has_shares else 0
     num_z = 1 if has_z else 0
     numbers = num_masses + num_seen + num_z
-    sizes = (num_rows * num_masses, num_rows * num_seen, num_rows * num_z)
-    row_T, row_tokens = _rows_of(rows, tokens)
+    sizes = (num_segments * num_masses, num_segments * num_seen, num_segments * num_z)
+    segment_T, segment_tokens = _segments_of(segments, tokens)
     if tokens:
         sums = logits_TE.new_empty(sum(sizes))
         tile = triton.next_power_of_2(experts)
         columns = triton.cdiv(numbers, COLUMNS)
-        # The end of all rows is stored by a token behind the last, for which there may have to be a block.
-        blocks = triton.cdiv(tokens if row_T is None else tokens + 1, TOKENS)
-        parts = logits_TE.new_empty(blocks + num_rows - 1, columns * COLUMNS)
-        starts = None if row_T is None else torch.empty(num_rows + 1, dtype=torch.int32, device=row_T.device)
+        # The end of all segments is stored by a token behind the last, for which there may have to be a block.
+        blocks = triton.cdiv(tokens if segment_T is None else tokens + 1, TOKENS)
+        parts = logits_TE.new_empty(blocks + num_segments - 1, columns * COLUMNS)
+        starts = (
+            None if segment_T is None else torch.empty(num_segments + 1, dtype=torch.int32, device=segment_T.device)
+        )
         _sums_kernel[(blocks,)](
             logits=logits_TE.contiguous(),
             ids=contiguous(ids_TK),
             present=contiguous(mask_T),
-            row_of=row_T,
+            segment_of=segment_T,
             parts=parts,
             starts=starts,
             tokens=tokens,
             num_experts=experts,
-            row_tokens=row_tokens,
-            rows=num_rows,
+            segment_tokens=segment_tokens,
+            segments=num_segments,
             width=parts.shape[1],
             z_coeff=z_coeff or 0.0,
-            SCORE=choice.score,
+            SCORE=gating.score,
             SHARES=has_shares,
             Z=has_z,
-            K=choice.k,
-            KP=triton.next_power_of_2(choice.k),
+            K=gating.k,
+            KP=triton.next_power_of_2(gating.k),
             E=tile,
             TOKENS=TOKENS,
             N=min(TOKENS, together(tile)),
             COMPILED=is_compiled(),
         )
-        _add_up_kernel[(num_rows, columns)](
+        _add_up_kernel[(num_segments, columns)](
             parts=parts,
             starts=starts,
             sums=sums,
-            row_tokens=row_tokens,
-            rows=num_rows,
+            segment_tokens=segment_tokens,
+            segments=num_segments,
             masses=num_masses,
             seen=num_seen,
             numbers=numbers,
@@ -353,40 +357,40 @@ def token_sums(
     mass, seen, z_R = sums.split(sizes)
     z = None
     if has_z:
-        # One row needs no sum, and so no launch.
-        z = z_R.view(()) if num_rows == 1 else z_R.sum()
+        # One segment needs no sum, and so no launch.
+        z = z_R.view(()) if num_segments == 1 else z_R.sum()
     if not has_shares:
         return None, None, z
-    return mass.view(num_rows, experts), seen.view(num_rows, experts + 1), z
+    return mass.view(num_segments, experts), seen.view(num_segments, experts + 1), z
 
 
 def token_sums_backward(
     logits_TE: Tensor,
     score: str,
     mask_T: Tensor | None,
-    rows: Rows | None,
+    segments: Segments | None,
     z_coeff: float | None,
-    grad_RE: Tensor | None,
+    grad_GE: Tensor | None,
     grad_z: Tensor | None,
 ) -> Tensor:
-    """Gradient of the logits, given those of ``mass_RE`` and of the z-loss."""
+    """Gradient of the logits, given those of ``mass_GE`` and of the z-loss."""
     tokens, experts = logits_TE.shape
     logits_TE = logits_TE.contiguous()
     grad_logits_TE = torch.empty_like(logits_TE)
     width = triton.next_power_of_2(experts)
-    row_T, row_tokens = _rows_of(rows, tokens)
+    segment_T, segment_tokens = _segments_of(segments, tokens)
     if tokens:
         tokens_of_program = together(width)
         _sums_backward_kernel[(triton.cdiv(tokens, tokens_of_program),)](
             logits=logits_TE,
             present=contiguous(mask_T),
-            row_of=row_T,
-            grad_mass=contiguous(grad_RE),
+            segment_of=segment_T,
+            grad_mass=contiguous(grad_GE),
             grad_z=grad_z,
             grad_logits=grad_logits_TE,
             tokens=tokens,
             num_experts=experts,
-            row_tokens=row_tokens,
+            segment_tokens=segment_tokens,
             z_coeff=z_coeff or 0.0,
             SCORE=score,
             E=width,
@@ -396,28 +400,28 @@ def token_sums_backward(
     return grad_logits_TE
 
 
-def _rows_of(rows: Rows | None, tokens: int) -> tuple[Tensor | None, int]:
-    """Row of each token and 0, or None and how many tokens each row has."""
-    if rows is None or rows.row_T is None:
-        count = 1 if rows is None else rows.count
-        row_tokens = tokens // max(1, count)
-        assert tokens == count * row_tokens, "rows have equally many tokens"
-        return None, row_tokens
-    assert len(rows.row_T) == tokens, "each token has a row"
-    return rows.row_T.contiguous(), 0
+def _segments_of(segments: Segments | None, tokens: int) -> tuple[Tensor | None, int]:
+    """Row of each token and 0, or None and how many tokens each segment has."""
+    if segments is None or segments.segment_T is None:
+        count = 1 if segments is None else segments.count
+        segment_tokens = tokens // max(1, count)
+        assert tokens == count * segment_tokens, "segments have equally many tokens"
+        return None, segment_tokens
+    assert len(segments.segment_T) == tokens, "each token has a segment"
+    return segments.segment_T.contiguous(), 0
 
 
-def switch_loss(mass_RE: Tensor, seen_RX: Tensor, coeff: float) -> Tensor:
+def switch_loss(mass_GE: Tensor, seen_GX: Tensor, coeff: float) -> Tensor:
     """Implement ``moefw_kernels.routing.switch_loss`` for fp32; ``coeff`` is already multiplied by E / K."""
-    loss = mass_RE.new_empty(())
-    rows = len(seen_RX)
-    experts = seen_RX.shape[1] - 1
-    width, tile_rows = _tile(rows, experts)
+    loss = mass_GE.new_empty(())
+    segments = len(seen_GX)
+    experts = seen_GX.shape[1] - 1
+    width, tile_rows = _tile(segments, experts)
     _switch_kernel[(1,)](
-        mass=mass_RE.contiguous(),
-        seen=seen_RX.contiguous(),
+        mass=mass_GE.contiguous(),
+        seen=seen_GX.contiguous(),
         loss=loss,
-        rows=rows,
+        segments=segments,
         num_experts=experts,
         coeff=coeff,
         E=width,
@@ -426,27 +430,27 @@ def switch_loss(mass_RE: Tensor, seen_RX: Tensor, coeff: float) -> Tensor:
     return loss
 
 
-def switch_loss_backward(seen_RX: Tensor, grad: Tensor, coeff: float) -> Tensor:
-    """Gradient of ``mass_RE``, given that of the loss."""
-    rows = len(seen_RX)
-    experts = seen_RX.shape[1] - 1
-    width, tile_rows = _tile(rows, experts)
-    grad_RE = seen_RX.new_empty(rows, experts)
-    if rows:
-        _switch_backward_kernel[(triton.cdiv(rows, tile_rows),)](
-            seen=seen_RX.contiguous(),
+def switch_loss_backward(seen_GX: Tensor, grad: Tensor, coeff: float) -> Tensor:
+    """Gradient of ``mass_GE``, given that of the loss."""
+    segments = len(seen_GX)
+    experts = seen_GX.shape[1] - 1
+    width, tile_rows = _tile(segments, experts)
+    grad_GE = seen_GX.new_empty(segments, experts)
+    if segments:
+        _switch_backward_kernel[(triton.cdiv(segments, tile_rows),)](
+            seen=seen_GX.contiguous(),
             grad=grad,
-            grad_mass=grad_RE,
-            rows=rows,
+            grad_mass=grad_GE,
+            segments=segments,
             num_experts=experts,
             coeff=coeff,
             E=width,
             N=tile_rows,
         )
-    return grad_RE
+    return grad_GE
 
 
-def _tile(rows: int, experts: int) -> tuple[int, int]:
-    """Width of a tile and the number of its rows, both powers of two."""
+def _tile(segments: int, experts: int) -> tuple[int, int]:
+    """Width of a tile and the number of its rows, each a segment, both powers of two."""
     width = triton.next_power_of_2(experts)
-    return width, min(triton.next_power_of_2(max(1, rows)), ROWS_TOGETHER * together(width))
+    return width, min(triton.next_power_of_2(max(1, segments)), ROWS_TOGETHER * together(width))

@@ -13,7 +13,7 @@ from moefw.core.errors import ContractError
 from moefw.core.stages import Batch
 from moefw.plugins.routers.topk.options import OVER_MODEL, Balance
 from moefw.runtime.parallel.shared_tokens import ALONE, TokenGroups
-from moefw_kernels.routing import Choice, Rows, switch_loss, token_sums
+from moefw_kernels.routing import Gating, Segments, switch_loss, token_sums
 
 LOAD = "global_load"
 """State (E): each expert's plain top-k choices in the last whole global batch, 1 = fair."""
@@ -30,25 +30,25 @@ Pooled = Mapping[str, Tensor]
 micro-batch choose each expert, and how many there are, (E + 1)."""
 
 
-def rows_of(level: str, batch: Batch, num_tokens: int) -> Rows | None:
-    """Rows of tokens that a level balances. None: all tokens, whose mass need not be added up in order."""
+def segments_of(level: str, batch: Batch, num_tokens: int) -> Segments | None:
+    """Segments of tokens that a level balances. None: all tokens, whose mass need not be added up in order."""
     if level == "sequence":
         return sequences(batch, num_tokens)
     if level == "micro_batch":
-        return Rows(1)
+        return Segments(1)
     return None
 
 
-def sequences(batch: Batch, num_tokens: int) -> Rows:
-    """Row for each sequence. Raises ContractError if the tokens are not those of the batch."""
+def sequences(batch: Batch, num_tokens: int) -> Segments:
+    """Segment for each sequence. Raises ContractError if the tokens are not those of the batch."""
     count = len(batch.lengths or batch.ids_BS)
     if batch.lengths is None and batch.part is None and num_tokens == batch.ids_BS.numel():
-        return Rows(count)
-    row_T = batch.sequence_T
-    if len(row_T) != num_tokens:
-        what = f"a balance over sequences got {num_tokens} tokens; the batch has {len(row_T)} for this rank."
+        return Segments(count)
+    segment_T = batch.sequence_T
+    if len(segment_T) != num_tokens:
+        what = f"a balance over sequences got {num_tokens} tokens; the batch has {len(segment_T)} for this rank."
         raise ContractError(what, "Hand the tokens of the batch to the router, or set its part.")
-    return Rows(count, None if count == 1 else row_T)
+    return Segments(count, None if count == 1 else segment_T)
 
 
 def load_loss(mass_E: Tensor, load_E: Tensor) -> Tensor:
@@ -75,18 +75,18 @@ def over_model(layers: Sequence[Pooled]) -> Tensor:
 
 @final
 class Losses:
-    """All losses of one router, whose ``choice`` says how many experts a token chooses by which score.
+    """All losses of one router, whose ``gating`` says how many experts a token chooses by which score.
 
     The counts of the ranks in ``groups`` are added up.
     """
 
-    def __init__(self, rules: Sequence[Balance], choice: Choice, groups: TokenGroups = ALONE) -> None:
+    def __init__(self, rules: Sequence[Balance], gating: Gating, groups: TokenGroups = ALONE) -> None:
         aux = [rule for rule in rules if rule.kind == "aux_loss"]
         self.levels: tuple[tuple[str, float], ...] = tuple((rule.option("over"), rule.option("coeff")) for rule in aux)
         self.keeps_load = "global_batch" in dict(self.levels)
         self.over_model = next((rule.option("coeff") for rule in aux if rule.level == OVER_MODEL), None)
         self.z_coeff = next((rule.option("coeff") for rule in rules if rule.kind == "z_loss"), None)
-        self._choice = choice
+        self._gating = gating
         self._groups = groups
 
     def __call__(
@@ -102,10 +102,10 @@ class Losses:
 
         ``ids_TK`` are the plain top-k of the valid tokens if the router has chosen those.
         """
-        over = [rows_of(level, batch, len(logits_TE)) for level, _ in self.levels]
+        over = [segments_of(level, batch, len(logits_TE)) for level, _ in self.levels]
         sums, z = token_sums(
             logits_TE,
-            self._choice,
+            self._gating,
             over,
             scores_TE=scores_TE,
             ids_TK=ids_TK,
@@ -115,26 +115,26 @@ class Losses:
         losses: dict[str, Tensor] = {}
         stats: dict[str, Tensor] = {}
         pool: Pooled = {}
-        for (level, coeff), (mass_RE, seen_RX) in zip(self.levels, sums, strict=True):
+        for (level, coeff), (mass_GE, seen_GX) in zip(self.levels, sums, strict=True):
             if level == "global_batch":
                 assert load_E is not None
-                stats[CHOICES] = seen_RX[0, :-1]
-                losses[NAMES[level]] = coeff * load_loss(mass_RE.squeeze(0), load_E)
+                stats[CHOICES] = seen_GX[0, :-1]
+                losses[NAMES[level]] = coeff * load_loss(mass_GE.squeeze(0), load_E)
                 continue
-            self._add_up(seen_RX, batch)
+            self._add_up(seen_GX, batch)
             if level == "model":
-                pool = {"mass_E": mass_RE.squeeze(0), "seen_X": seen_RX.squeeze(0)}
+                pool = {"mass_E": mass_GE.squeeze(0), "seen_X": seen_GX.squeeze(0)}
             else:
-                losses[NAMES[level]] = switch_loss(mass_RE, seen_RX, self._choice.k, coeff)
+                losses[NAMES[level]] = switch_loss(mass_GE, seen_GX, self._gating.k, coeff)
         if z is not None:
             losses["z_loss"] = z
         return losses, stats, pool
 
-    def _add_up(self, seen_RX: Tensor, batch: Batch) -> None:
+    def _add_up(self, seen_GX: Tensor, batch: Batch) -> None:
         """Add up the counts of the ranks that share the tokens, in place. They have no gradient; masses stay local."""
         group = self._groups[batch.cp]
         if group is not None:
-            dist.all_reduce(seen_RX, group=group)
+            dist.all_reduce(seen_GX, group=group)
 
     def over_layers(self, layers: Sequence[Pooled]) -> dict[str, Tensor]:
         """Loss over all layers by name, if there is one."""

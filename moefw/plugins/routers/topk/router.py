@@ -27,7 +27,7 @@ from moefw.runtime.compute.product import wide_linear
 from moefw.runtime.parallel.shared_tokens import ALONE, TokenGroups
 from moefw.runtime.router_entropy import ROUTER_ENTROPY
 from moefw_kernels.random import token_keys, uniform
-from moefw_kernels.routing import Choice, Chosen, route, route_to
+from moefw_kernels.routing import Chosen, Gating, route, route_to
 
 BIAS = "expert_bias"
 """State (E) of the rule ``expert_bias``."""
@@ -59,7 +59,7 @@ class TopKRouter(nn.Module, Router):
             best = options.groups.best or dims.top_k // options.groups.keep
             groups = (options.groups.count, options.groups.keep, best)
         has_losses = not self.rules.keys() <= {"expert_bias", "quantile"}
-        self._choice = Choice(
+        self._gating = Gating(
             k=dims.top_k,
             score=options.score,
             pre_softmax=bool(options.pre_softmax),
@@ -72,7 +72,7 @@ class TopKRouter(nn.Module, Router):
         self._limit = None if options.capacity is None else Limit(options.capacity, dims, token_groups)
         self._losses = None
         if has_losses:
-            self._losses = Losses(options.balance, self._choice, token_groups)
+            self._losses = Losses(options.balance, self._gating, token_groups)
         self._keep_state()
 
     def _keep_state(self) -> None:
@@ -106,10 +106,10 @@ class TopKRouter(nn.Module, Router):
             logits_TE = logits_TE + self.bias.to(self._dtype)
         bias_E = None if self._bias is None else getattr(self, self._bias)
         # (T, E) -> (T, K). Choices of an earlier forward are replayed; -1 among them is none.
-        given_TK = None if batch.routes is None else batch.route(self._layer, len(x_TD), self._choice.k)
+        given_TK = None if batch.routes is None else batch.route(self._layer, len(x_TD), self._gating.k)
         stats: Stats = {}
         if self._quantile is None and given_TK is None:
-            chosen = route(logits_TE, self._choice, bias_E, mask_T)
+            chosen = route(logits_TE, self._gating, bias_E, mask_T)
         else:
             chosen, stats = self._route_to(given_TK, logits_TE, bias_E, batch)
         ids_TK, weights_TK, counts_E, scores_TE, entropy = chosen
@@ -117,7 +117,7 @@ class TopKRouter(nn.Module, Router):
         if entropy is not None and self.training:
             stats[ROUTER_ENTROPY] = entropy
         # Balance losses count the plain top-k, whatever bias, groups or capacity change of it.
-        is_plain = bias_E is None and given_TK is None and self._choice.groups is None
+        is_plain = bias_E is None and given_TK is None and self._gating.groups is None
         plain_TK = ids_TK if is_plain else None
         choices_TK: Tensor | None = None
         capacity: int | None = None
@@ -162,9 +162,9 @@ class TopKRouter(nn.Module, Router):
         if self._quantile is not None:
             ids_TK, stats = self._quantile(logits_TE, bias_E, batch)
         if given_TK is None:
-            return route_to(ids_TK, logits_TE, self._choice, mask_T), stats
+            return route_to(ids_TK, logits_TE, self._gating, mask_T), stats
         # A dropped choice gets some valid id, as ``route_to`` takes it.
-        return route_to(given_TK.clamp_min(0), logits_TE, self._choice, mask_T, given_TK < 0), stats
+        return route_to(given_TK.clamp_min(0), logits_TE, self._gating, mask_T, given_TK < 0), stats
 
     def _drop(
         self, ids_TK: Tensor, weights_TK: Tensor, stats: Stats, batch: Batch

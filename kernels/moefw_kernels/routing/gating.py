@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Gating:
     """A token goes to its ``k`` best experts, by logits if ``by_logits``, else by scores; a bias is added before.
 
     ``groups`` (count, keep, best): only to experts of its ``keep`` groups whose ``best`` best have the largest sum.
