@@ -99,11 +99,7 @@ class TopKRouter(nn.Module, Router):
     def forward(self, x_TD: Tensor, batch: Batch) -> Routing:
         """Routing of the tokens; masked tokens are not routed and not counted."""
         mask_T = batch.mask_T
-        if self._jitter and self.training:
-            x_TD = jittered(x_TD.to(self._dtype), batch, self._jitter, self._layer)
-        logits_TE = wide_linear(x_TD, self.weight, self._dtype)
-        if self.bias is not None:
-            logits_TE = logits_TE + self.bias.to(self._dtype)
+        logits_TE = self._logits(x_TD, batch)
         bias_E = None if self._bias is None else getattr(self, self._bias)
         # (T, E) -> (T, K). Choices of an earlier forward are replayed; -1 among them is none.
         given_TK = None if batch.routes is None else batch.route(self._layer, len(x_TD), self._gating.k)
@@ -112,13 +108,11 @@ class TopKRouter(nn.Module, Router):
             chosen = route(logits_TE, self._gating, bias_E, mask_T)
         else:
             chosen, stats = self._route_to(given_TK, logits_TE, bias_E, batch)
-        ids_TK, weights_TK, counts_E, scores_TE, entropy = chosen
-        stats["tokens_per_expert"] = counts_E
-        if entropy is not None and self.training:
-            stats[ROUTER_ENTROPY] = entropy
-        # Balance losses count the plain top-k, whatever bias, groups or capacity change of it.
-        is_plain = bias_E is None and given_TK is None and self._gating.groups is None
-        plain_TK = ids_TK if is_plain else None
+        ids_TK = chosen.ids_TK
+        weights_TK = chosen.weights_TK
+        stats["tokens_per_expert"] = chosen.counts_E
+        if chosen.entropy is not None and self.training:
+            stats[ROUTER_ENTROPY] = chosen.entropy
         choices_TK: Tensor | None = None
         capacity: int | None = None
         if self._limit is not None:
@@ -126,21 +120,16 @@ class TopKRouter(nn.Module, Router):
             ids_TK, weights_TK, capacity = self._drop(ids_TK, weights_TK, stats, batch)
         has_dropped = choices_TK is not None and choices_TK is not ids_TK
         all_kept = mask_T is None and given_TK is None and not has_dropped
-        aux_losses: dict[str, Tensor] = {}
-        pooled: Pooled = {}
-        if self._losses is not None:
-            load_E = getattr(self, LOAD) if self._keeps_load else None
-            losses, seen, pooled = self._losses(logits_TE, scores_TE, plain_TK, mask_T, batch, load_E)
-            stats |= seen
-            aux_losses = {name: loss.detach() for name, loss in losses.items()}
-            if self.training and batch.aux_scale is not None and losses:
-                weights_TK = attach(weights_TK, reduce(add, losses.values()) * batch.aux_scale)
+        is_plain = bias_E is None and given_TK is None and self._gating.groups is None
+        losses, pooled = self._balance(logits_TE, chosen, stats, batch, is_plain=is_plain)
+        if self.training and batch.aux_scale is not None and losses:
+            weights_TK = attach(weights_TK, reduce(add, losses.values()) * batch.aux_scale)
         return Routing(
             expert_ids_TK=ids_TK,
             weights_TK=weights_TK,
-            scores_TE=scores_TE,
+            scores_TE=chosen.scores_TE,
             stats=stats,
-            aux_losses=aux_losses,
+            aux_losses={name: loss.detach() for name, loss in losses.items()},
             pooled=pooled if self.training else {},
             choices_TK=choices_TK,
             capacity=capacity,
@@ -152,6 +141,13 @@ class TopKRouter(nn.Module, Router):
         if self._losses is None:
             return {}
         return self._losses.over_layers(pooled)
+
+    def _logits(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """Logits of all experts, ``(T, E)``, of tokens with jitter if there is any."""
+        if self._jitter and self.training:
+            x_TD = jittered(x_TD.to(self._dtype), batch, self._jitter, self._layer)
+        logits_TE = wide_linear(x_TD, self.weight, self._dtype)
+        return logits_TE if self.bias is None else logits_TE + self.bias.to(self._dtype)
 
     def _route_to(
         self, given_TK: Tensor | None, logits_TE: Tensor, bias_E: Tensor | None, batch: Batch
@@ -187,6 +183,21 @@ class TopKRouter(nn.Module, Router):
             return ids_TK, weights_TK, None
         num_tokens = len(ids_TK)
         return ids_TK, weights_TK, num_tokens if is_dropless else limit.of(num_tokens)
+
+    def _balance(
+        self, logits_TE: Tensor, chosen: Chosen, stats: Stats, batch: Batch, *, is_plain: bool
+    ) -> tuple[Mapping[str, Tensor], Pooled]:
+        """Balance losses by name, and what layers pool. Adds what the losses count to stats.
+
+        They count the plain top-k, whatever bias, groups or capacity change of it: ``is_plain`` says that it is chosen.
+        """
+        if self._losses is None:
+            return {}, {}
+        plain_TK = chosen.ids_TK if is_plain else None
+        load_E = getattr(self, LOAD) if self._keeps_load else None
+        losses, seen, pooled = self._losses(logits_TE, chosen.scores_TE, plain_TK, batch.mask_T, batch, load_E)
+        stats |= seen
+        return losses, pooled
 
     @torch.no_grad()
     def update(self, reduced: Mapping[str, Tensor]) -> None:
