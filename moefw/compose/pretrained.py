@@ -28,10 +28,10 @@ from moefw.core.contracts import Layout
 from moefw.core.errors import CheckpointError, ContractError, MoefwError, SpecError, os_reason
 from moefw.core.stages import Batch, LayerStats
 from moefw.models.embedding import IGNORED
-from moefw.models.huggingface.beside import BESIDE, hand_on
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import family_of
 from moefw.models.huggingface.folder import Folder
+from moefw.models.huggingface.handed_on import HANDED_ON, hand_on
 from moefw.models.huggingface.loading import fill, placed
 from moefw.models.huggingface.origins import Origin
 from moefw.models.huggingface.stored import Description
@@ -333,7 +333,7 @@ def _begun(path: Path, source: Source) -> Iterator[Path]:
         lay_out(folder, source.tensors)
         config = {key: value for key, value in source.config.items() if key != "quantization_config"}
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        for name in BESIDE:
+        for name in HANDED_ON:
             hand_on(source.path / name, folder / name)
         yield folder
 

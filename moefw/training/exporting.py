@@ -18,7 +18,7 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError, MoefwError, Problem
-from moefw.models.huggingface.beside import CHAT, hand_on
+from moefw.models.huggingface.handed_on import CHAT, hand_on
 from moefw.models.huggingface.codings import CODINGS, Coding
 from moefw.models.huggingface.families import FAMILIES
 from moefw.models.huggingface.origins import Origin, origin_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.data import TOKENIZER
-from moefw.models.huggingface.beside import CHAT, hand_on
+from moefw.models.huggingface.handed_on import CHAT, hand_on
 from moefw.models.huggingface.loading import router_states, wanted
 from moefw.models.huggingface.writing import Written
 from moefw.plugins.data.source import tokenizer_beside

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moefw.core.data import TOKENIZER
-from moefw.models.huggingface.beside import CHAT, hand_on
+from moefw.models.huggingface.handed_on import CHAT, hand_on
 from moefw.system.stamps import stamp
 from moefw.training.folder import kept_spec
 from moefw.training.full_disk import RunFiles

@@ -35,7 +35,7 @@ from moefw_kernels.routing.in_kernels import (
 
 TOKENS: Final = 32
 """Tokens of a program: a row of counts."""
-BESIDE: Final = tl.constexpr(4)
+TAIL: Final = tl.constexpr(4)
 """Numbers behind the counts in a row, of which two are used: 16 bytes, so that rows stay aligned for wide stores."""
 
 
@@ -143,12 +143,12 @@ def _route_kernel(
         tl.store(weights + to, tl.where(routed[:, None], weight * scale, 0.0), mask=stored)
         if chosen is not None:
             tl.store(chosen + to, value_NK, mask=stored)
-    counts += program * (num_experts + BESIDE.value)
+    counts += program * (num_experts + TAIL.value)
     tl.store(counts + expert, count.to(tl.float32), mask=has_expert)
     # In one store: two numbers on their own would be two narrow ones.
-    beside = tl.arange(0, BESIDE.value)
-    sums = tl.where(beside == 0, tl.sum(entropy, 0), tl.where(beside == 1, tl.sum(seen, 0), 0.0))
-    tl.store(counts + num_experts + beside, sums)
+    tail = tl.arange(0, TAIL.value)
+    sums = tl.where(tail == 0, tl.sum(entropy, 0), tl.where(tail == 1, tl.sum(seen, 0), 0.0))
+    tl.store(counts + num_experts + tail, sums)
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def route(
     ids_TK = logits_TE.new_empty(tokens, k, dtype=torch.int64)
     weights_TK = logits_TE.new_empty(tokens, k)
     chosen_TK = None if gating.pre_softmax else logits_TE.new_empty(tokens, k)
-    counts_PX = logits_TE.new_empty(programs, experts + BESIDE.value)
+    counts_PX = logits_TE.new_empty(programs, experts + TAIL.value)
     if tokens:
         _route_kernel[(programs,)](
             logits=logits_TE.contiguous(),
@@ -241,7 +241,7 @@ def route(
             N=min(TOKENS, together(groups * places)),
             COMPILED=is_compiled(),
         )
-    counts_E, entropy, _ = counts_PX.sum(0).split((experts, 2, BESIDE.value - 2))
+    counts_E, entropy, _ = counts_PX.sum(0).split((experts, 2, TAIL.value - 2))
     return (ids_TK, weights_TK, counts_E, entropy), chosen_TK
 
 

@@ -11,7 +11,7 @@ from moefw.system.untrusted_files import read_regular
 
 CHAT: Final = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 """What a conversation with a model needs besides ``tokenizer.json``."""
-BESIDE: Final = (*CHAT, "tokenizer.json", "tokenizer.model", "added_tokens.json", "vocab.json", "merges.txt")
+HANDED_ON: Final = (*CHAT, "tokenizer.json", "tokenizer.model", "added_tokens.json", "vocab.json", "merges.txt")
 MAX_BYTES: Final = 1 << 28
 """256 MiB, ten times the size of the tokenizers with the largest vocabularies."""
 
