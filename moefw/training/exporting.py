@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,9 +18,9 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError, MoefwError, Problem
-from moefw.models.huggingface.handed_on import CHAT, hand_on
 from moefw.models.huggingface.codings import CODINGS, Coding
 from moefw.models.huggingface.families import FAMILIES
+from moefw.models.huggingface.handed_on import CHAT, hand_on
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.stored import Description
 from moefw.models.huggingface.writing import Written, lay_out
@@ -99,21 +99,28 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, form: Form) -> Ex
                 as_saved(name.split("/", 1)[1], values)
                 return values
 
-            def write(name: str, values: Tensor) -> None:
-                origin = origins[name]
-                as_written(name.split("/", 1)[1], origin.of(written.tensors[origin.name]).copy_(values))
-
-            weights = Merged(base, read)
-            if coded is not None:
-                coded.write(weights, written.tensors)
-            for name in sorted(origins):
-                if coded is None or name not in coded:
-                    write(name, weights(name))
+            _write(Merged(base, read), origins, coded, written, as_written)
         written.flush()
     told = [] if coded is None else [*coded.told()]
     if empty:
         told.append(f"{family} is the family that computes this. It has shared experts; here they are empty tensors.")
     return Exported(family, tuple(told))
+
+
+def _write(
+    weights: Merged,
+    origins: Mapping[str, Origin],
+    coded: CodedTensors | None,
+    written: Written,
+    check: Callable[[str, Tensor], Tensor],
+) -> None:
+    """Write all weights to where their ``origins`` are in a folder that is laid out. ``check`` sees them there."""
+    if coded is not None:
+        coded.write(weights, written.tensors)
+    for name, origin in sorted(origins.items()):
+        if coded is None or name not in coded:
+            target = origin.of(written.tensors[origin.name])
+            check(name.split("/", 1)[1], target.copy_(weights(name)))
 
 
 def _coding(form: Form, family: str) -> Coding | None:
