@@ -19,7 +19,7 @@ from moefw.compose.spec.option_texts import option_texts
 from moefw.compose.spec.sections import Spec
 from moefw.compose.spec.source import Tree
 from moefw.compose.spec.structure import plain
-from moefw.core.choice import Choice
+from moefw.core.choice import PluginChoice
 from moefw.core.kinds import KINDS
 from moefw.core.plugin import ModelPlugin
 
@@ -139,7 +139,7 @@ class _Writer:
             return {"type": "array", "items": self.of_type(args[0])}
         if isinstance(origin, type) and issubclass(origin, Mapping):
             return {"type": "object", "additionalProperties": self.of_type(args[1])}
-        if attrs.has(kind) and kind is not Choice:
+        if attrs.has(kind) and kind is not PluginChoice:
             return self.of_class(kind, {})
         return {}
 

@@ -14,7 +14,7 @@ from moefw.compose.spec.hints import flow
 from moefw.compose.spec.sections import RESERVED, Spec
 from moefw.compose.spec.source import KeyPath, Tree, dotted
 from moefw.compose.spec.structure import NoChoice, UnknownKey
-from moefw.core.choice import Choice
+from moefw.core.choice import PluginChoice
 from moefw.core.errors import PluginError, Problem, closest
 from moefw.core.kinds import KINDS
 from moefw.core.plugin import Plugin
@@ -108,7 +108,7 @@ def _options(
         else:
             union = get_origin(field.type) in (Union, types.UnionType)
             for section in get_args(field.type) if union else (field.type,):
-                if attrs.has(section) and section is not Choice:
+                if attrs.has(section) and section is not PluginChoice:
                     yield from _options(section, here, declarations)
 
 

@@ -9,7 +9,7 @@ from attrs import Factory, field, frozen
 
 
 @frozen
-class Choice:
+class PluginChoice:
     """A plugin by name, and the options next to ``use:`` (``preset:`` names a set of options)."""
 
     use: str
@@ -21,7 +21,7 @@ class Choice:
 
 
 def chosen(kind: str, **kwargs: Any) -> Any:
-    """Field that holds a :class:`Choice` among the plugins of a kind (``moefw.core.kinds``), or several.
+    """Field that holds a :class:`PluginChoice` among the plugins of a kind (``moefw.core.kinds``), or several.
 
     As an option of a plugin, it holds several, and the plugins themselves in the place of their choices.
     """

@@ -15,7 +15,7 @@ from moefw.commands.new import PIECES, TEMPLATES
 from moefw.compose.assembly import ChosenPlugins
 from moefw.compose.spec.sections import Spec, TrainSpec, plugin_fields
 from moefw.core import hooks
-from moefw.core.choice import Choice
+from moefw.core.choice import PluginChoice
 from moefw.core.kinds import CERTIFIED, KINDS, Kind, kind_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -23,9 +23,9 @@ EVERY = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 
 
 def test_a_spec_chooses_each_kind_in_its_section() -> None:
-    one = {field.name: Choice("x") for cls in (Spec, TrainSpec) for field in attrs.fields(cls) if field.metadata}
+    one = {field.name: PluginChoice("x") for cls in (Spec, TrainSpec) for field in attrs.fields(cls) if field.metadata}
     train = TrainSpec(optimizer=one.pop("optimizer"), schedule=one.pop("schedule"))
-    spec = Spec(**{**one, "memory": (Choice("x"),)}, train=train)  # type: ignore[arg-type]
+    spec = Spec(**{**one, "memory": (PluginChoice("x"),)}, train=train)  # type: ignore[arg-type]
     chosen = {kind: ".".join(key for key in path if isinstance(key, str)) for path, kind, _ in plugin_fields(spec)}
     assert chosen == {kind.name: kind.section for kind in KINDS.values()}
 

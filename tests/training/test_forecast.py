@@ -4,7 +4,7 @@ import pytest
 
 from moefw.commands import specs
 from moefw.compose.spec.sections import TrainSpec
-from moefw.core.choice import Choice
+from moefw.core.choice import PluginChoice
 from moefw.training import forecast, trainer
 from moefw.training.forecast import Forecast
 from moefw.training.world import ALONE
@@ -15,8 +15,8 @@ def forecast_of(*, start=0, steps=1000, eval_tokens=1, **more):
         steps=steps,
         tokens_per_step=1000,
         eval_tokens=eval_tokens,
-        optimizer=Choice("adamw"),
-        schedule=Choice("wsd"),
+        optimizer=PluginChoice("adamw"),
+        schedule=PluginChoice("wsd"),
         **more,
     )
     return Forecast(train, start=start)

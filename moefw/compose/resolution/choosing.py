@@ -14,7 +14,7 @@ from moefw.compose.spec.sections import RESERVED, Spec, over, plugin_fields, wit
 from moefw.compose.spec.source import KeyPath, Tree, show
 from moefw.compose.spec.structure import structure
 from moefw.compose.spec.unknown import UNKNOWN
-from moefw.core.choice import Choice
+from moefw.core.choice import PluginChoice
 from moefw.core.errors import Problem, SpecError, nearest
 from moefw.core.plugin import Plugin
 
@@ -100,7 +100,7 @@ class Choosing:
             presets=self._presets,
         )
 
-    def _part(self, kind: str, choice: Choice, path: KeyPath) -> Plugin | None:
+    def _part(self, kind: str, choice: PluginChoice, path: KeyPath) -> Plugin | None:
         registered = self._problems.ask((*path, "use"), self._registry.get, kind, choice.use)
         if registered is None:
             return None

@@ -15,7 +15,7 @@ import attrs
 from moefw.compose.spec.option_texts import option_texts
 from moefw.compose.spec.source import scalar
 from moefw.compose.spec.unknown import UnknownUsedError
-from moefw.core.choice import Choice
+from moefw.core.choice import PluginChoice
 from moefw.core.errors import PluginError, nearest
 
 MAPPINGS: Final = (dict, Mapping)
@@ -111,7 +111,7 @@ def _is_item(kind: Any, data: object) -> bool:
         return False
     if args[0] in SCALARS:
         return is_scalar(args[0], data)
-    return args[0] is Choice and isinstance(data, Mapping) and isinstance(data.get("use"), str)
+    return args[0] is PluginChoice and isinstance(data, Mapping) and isinstance(data.get("use"), str)
 
 
 def _of_field(field: attrs.Attribute[Any]) -> object:
@@ -162,7 +162,7 @@ def _of_kind(kind: Any) -> object:
     if origin in MAPPINGS:
         item = _of_kind(args[1])
         return {} if item is _NONE else {"name": item}
-    if attrs.has(kind) and kind is not Choice:
+    if attrs.has(kind) and kind is not PluginChoice:
         return _of_class(kind)
     return _NONE
 
@@ -172,7 +172,9 @@ def _of_class(cls: type[Any]) -> object:
 
     Choices of plugins are left out: a spec's defaults make them.
     """
-    fields = [field for field in attrs.fields(attrs.resolve_types(cls)) if field.init and field.type is not Choice]
+    fields = [
+        field for field in attrs.fields(attrs.resolve_types(cls)) if field.init and field.type is not PluginChoice
+    ]
     required = [field for field in fields if field.default is attrs.NOTHING]
     if required:
         values = {field.name: _of_field(field) for field in required}

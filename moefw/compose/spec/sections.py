@@ -11,7 +11,7 @@ from attrs import Attribute, field, frozen
 from attrs.validators import ge, gt, optional
 
 from moefw.compose.spec.source import KeyPath, Tree
-from moefw.core.choice import Choice, chosen
+from moefw.core.choice import PluginChoice, chosen
 
 RESERVED = ("use", "preset")
 
@@ -70,9 +70,9 @@ class TrainSpec:
     """
     lr: float = field(default=3e-3, validator=gt(0.0))
     """Learning rate, which ``schedule`` multiplies by its factor of the step."""
-    optimizer: Choice = chosen("optimizer")
+    optimizer: PluginChoice = chosen("optimizer")
     """Optimizer of all parameters."""
-    schedule: Choice = chosen("schedule")
+    schedule: PluginChoice = chosen("schedule")
     """Schedule of the learning rate."""
     clip_norm: float | None = field(default=1.0, validator=optional(gt(0.0)))  # type: ignore[arg-type]
     """Largest norm of the whole gradient: a longer one is scaled down to it. null: gradients are not clipped."""
@@ -161,19 +161,19 @@ class RunSpec:
 class Spec:
     """A whole spec file. Missing sections without a default here are filled from the defaults file."""
 
-    model: Choice = chosen("model")
-    attention: Choice = chosen("attention")
-    context_parallel: Choice = chosen("context_parallel")
-    routing: Choice = chosen("router")
-    dispatch: Choice = chosen("dispatcher")
-    gemm: Choice = chosen("gemm")
-    precision: Choice = chosen("precision")
-    memory: tuple[Choice, ...] = chosen("memory_policy", default=())
+    model: PluginChoice = chosen("model")
+    attention: PluginChoice = chosen("attention")
+    context_parallel: PluginChoice = chosen("context_parallel")
+    routing: PluginChoice = chosen("router")
+    dispatch: PluginChoice = chosen("dispatcher")
+    gemm: PluginChoice = chosen("gemm")
+    precision: PluginChoice = chosen("precision")
+    memory: tuple[PluginChoice, ...] = chosen("memory_policy", default=())
     """Policies for what regions save for backward, and for optimizer states; empty: all is kept as it is."""
-    adapter: Choice = chosen("adapter")
-    parallel: Choice = chosen("layout")
-    pipeline: Choice = chosen("pipeline")
-    data: Choice = chosen("data_source")
+    adapter: PluginChoice = chosen("adapter")
+    parallel: PluginChoice = chosen("layout")
+    pipeline: PluginChoice = chosen("pipeline")
+    data: PluginChoice = chosen("data_source")
     train: TrainSpec
     run: RunSpec = RunSpec()
 

@@ -12,7 +12,7 @@ import attrs
 from moefw.compose.spec.hints import MAPPINGS, SCALARS, hint, hint_of_missing, hint_of_section, is_scalar, words
 from moefw.compose.spec.source import KeyPath, Marks, show
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
-from moefw.core.choice import Choice
+from moefw.core.choice import PluginChoice
 from moefw.core.errors import Problem, closest, nearest
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def _value(
         return data
     if origin in (Union, types.UnionType):
         return _either(args, data, path, marks, problems, field)
-    if kind is Choice:
+    if kind is PluginChoice:
         return _choice(data, path, marks, problems)
     if attrs.has(kind):
         built = structure(kind, data, path, marks, problems)
@@ -200,7 +200,7 @@ def _either(
 
 
 def _choice(data: object, path: KeyPath, marks: Marks, problems: list[Problem]) -> Any:
-    """Choice of ``{use: name, option: value, ...}``; if it names no plugin, report it and return UNKNOWN."""
+    """Choice of a plugin, ``{use: name, option: value, ...}``; if it names no plugin, report it and return UNKNOWN."""
     if not isinstance(data, Mapping):
         what = f"{show(data)} is not a mapping that names a plugin."
         name = data if isinstance(data, str) else ""
@@ -208,7 +208,7 @@ def _choice(data: object, path: KeyPath, marks: Marks, problems: list[Problem]) 
         return UNKNOWN
     use = data.get("use")
     if isinstance(use, str):
-        return Choice(use, {key: value for key, value in data.items() if key != "use"})
+        return PluginChoice(use, {key: value for key, value in data.items() if key != "use"})
     if use is not UNKNOWN:
         what = "'use' is missing." if use is None else f"{show(use)} is not the name of a plugin."
         problems.append(Problem(what, PLUGINS, marks.where((*path, "use"))))
@@ -222,7 +222,7 @@ def require_readable(kind: Any) -> None:
         origin = get_origin(each)
         inner: tuple[Any, ...] = () if origin is Literal else get_args(each)
         if attrs.has(each):
-            inner = () if each is Choice else tuple(field.type for field in _options(each))
+            inner = () if each is PluginChoice else tuple(field.type for field in _options(each))
         elif origin not in (Union, types.UnionType) and each not in (Any, types.NoneType, Ellipsis):
             words(each)
         kinds += [nested for nested in inner if nested not in kinds]

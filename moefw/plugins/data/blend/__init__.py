@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from attrs import evolve, frozen
 
 import moefw
-from moefw.core.choice import Choice, chosen
+from moefw.core.choice import PluginChoice, chosen
 from moefw.core.plugin import DataSourcePlugin
 from moefw.core.site import Site
 from moefw.plugins.data.blend.proportions import LONGEST, whole_weights
@@ -26,7 +26,7 @@ class Blend(DataSourcePlugin):
 
     name: ClassVar[str] = "blend"
 
-    parts: tuple[Choice, ...] = chosen("data_source")
+    parts: tuple[PluginChoice, ...] = chosen("data_source")
     """Sources, each with its ``weight``: ``[{use: text, path: a, weight: 0.7}, ...]``; none is a blend."""
 
     @property
