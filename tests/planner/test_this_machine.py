@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+import record
 import this_machine
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
@@ -17,7 +19,10 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.site import Machine
 from moefw.planner import ledger
-from this_machine import Measured, Row, merged, processor_s, spread, table, verdicts, written_down
+from pace import paced
+from this_machine import Measured, Row, merged, page, processor_s, spread, table, verdicts, written_down
+
+PAGE = Path(__file__).parents[2] / "docs" / "time-measured.md"
 
 
 def assembly_of(tree: dict[str, Any]) -> Assembly:
@@ -62,6 +67,7 @@ ROW = Row(
     predicted_peak=1020,
     peak=1000,
     measured=MEASURED,
+    pace=1.0,
 )
 
 
@@ -89,14 +95,32 @@ def test_the_order_is_that_of_processor_time() -> None:
     assert ("order by processor time: not as predicted, 'a' takes 100.0% longer than 'b' (A/A 0.0%)") in verdicts(
         "six", swapped
     )
-    assert "step time: 66.7% off at worst, a (aim 25%)" in verdicts("six", rows)
+    assert "step time: 66.7% off at worst, a (aim 25%); at one pace 66.7%, a" in verdicts("six", rows)
     assert "peak: 2.00% off at worst, a (aim 3%)" in verdicts("six", rows)
 
 
 def test_regret_is_how_much_slower_the_predicted_best_is_than_the_measured_best() -> None:
     rows = [row("a", predicted_s=0.1, wall_s=0.21), row("b", predicted_s=0.2, wall_s=0.2)]
-    (said,) = verdicts("choices", rows)
+    (said, _) = verdicts("choices", rows)
     assert "'a' is predicted to be fastest: 5.0% slower than 'b'" in said
+
+
+def test_what_a_slower_machine_takes_longer_is_no_error_at_one_pace() -> None:
+    slowed = evolve(row("slowed", predicted_s=0.1, wall_s=0.15, predicted_cpu_s=0.1, cpu_s=0.15), pace=1.5)
+    steady = row("steady", predicted_s=0.12, wall_s=0.12, predicted_cpu_s=0.12, cpu_s=0.12)
+    assert slowed.step_error == pytest.approx(-1 / 3)
+    assert slowed.step_error_at_pace == pytest.approx(0)
+    six, choices = verdicts("six", [slowed, steady]), verdicts("choices", [slowed, steady])
+    assert "order by processor time: as predicted" in six
+    assert "step time: 33.3% off at worst, slowed (aim 25%); at one pace 0.0%, slowed" in six
+    assert "0.0% slower than 'slowed'" in choices[0]
+
+
+@pytest.mark.deep
+def test_ranks_say_what_the_work_took_of_their_processors() -> None:
+    with paced(2) as pace:
+        taken = [pace.work_s(), pace.work_s()]
+    assert all(0.05 < seconds < 50 for seconds in taken)
 
 
 def test_a_spread_is_that_of_windows_in_turn() -> None:
@@ -117,3 +141,8 @@ def test_a_step_is_measured_between_two_steps_of_a_run(tmp_path: Path, monkeypat
     monkeypatch.setattr(this_machine, "processor_s", lambda pid: float(pid))
     step, _, cpu = this_machine.moment([3, 4], tmp_path)
     assert (step, cpu) == (7, 7.0)
+
+
+def test_the_page_is_what_the_command_writes() -> None:
+    found = json.loads((record.RESULTS / "this_machine.json").read_text(encoding="utf-8"))
+    assert PAGE.read_text(encoding="utf-8") == "\n".join([*page(found), ""])
