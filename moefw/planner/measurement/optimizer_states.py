@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, product
 from typing import final
@@ -51,65 +51,124 @@ def measure_states(batch: MicroBatch, layout: Layout, shared: Shared) -> States:
     operators as one over all parameters, if these take lists; what it reads and writes grows with the elements of those
     that did not run.
     """
-    recorder = batch.recorder
-    plugin = batch.assembly.parts.optimizer
-    num_alike = _num_alike(batch) if plugin.rule() is None else {}
-    stored = _Stored()
-    pieces = dict(by_parameter(batch.model))
-    facts = trained_parameters(batch.model).facts
-    copies: dict[nn.Parameter, int] = {}
-    """The number of parameters that each one of the optimizer stands for."""
-    stand_ins: dict[str, nn.Parameter] = {}
-    for name, parameter in batch.model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        copy_count = num_alike.get(parameter, 1)
-        if copy_count:
-            shard = nn.Parameter(torch.empty(*batch.stored(parameter)))
-            _register(stored, name, shard)
-            stand_ins[name] = shard
-            stored.pieces += _pieces_like(name, shard, pieces[parameter])
-            copies[shard] = copy_count
-    before = recorder.now
-    assembly = batch.assembly
-    with recorder.places.phase("optimizer"):
-        with assembly.registry.calling(plugin, "build()"):
-            trained = TrainedParameters(stand_ins, {name: facts[name] for name in stand_ins})
-            optimizer = build_optimizer(
-                assembly, stored, layout, torch.device("cpu"), shared, trained=trained, stored=_as_sharded(batch)
-            )
-        for parameter in copies:
-            parameter.grad = torch.zeros_like(parameter)
-        with indices_without_values(), nullcontext() if plugin.rule() is None else batch.operations:
-            optimizer.step()
+    has_rule = batch.assembly.parts.optimizer.rule() is not None
+    own = _stand_ins(batch, {} if has_rule else _num_alike(batch))
+    before = batch.recorder.now
+    optimizer = _first_step(batch, layout, shared, own, noted=has_rule)
     passing = _most_temporary(batch, before)
-    elements = sum(copy_count * parameter.numel() for parameter, copy_count in copies.items())
-    elements_run = sum(parameter.numel() for parameter in copies)
-    growth = elements / max(1, elements_run)
-    gradients = [parameter.grad for parameter in copies if parameter.grad is not None]
-    with recorder.places.phase("gradients"), batch.operations.grown(growth):
+    elements = sum(number * parameter.numel() for parameter, number in own.stands_for.items())
+    _later_step(batch, optimizer, own, growth=elements / max(1, own.elements), noted=not has_rule)
+    device, host = _bytes_of_states(batch, optimizer, own)
+    if not has_rule:
+        with batch.recorder.places.phase("optimizer"):
+            batch.operations.updates(Updated(parameters=elements, states=device + host))
+    return States(device=device, host=host, passing=passing)
+
+
+@final
+class _Stored(nn.Module, Named):
+    """Parameters of the optimizer that is measured. ``pieces``: of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[Canonical] = []
+
+    def canonical(self) -> Iterator[Canonical]:
+        """Yield the pieces."""
+        yield from self.pieces
+
+
+@frozen(kw_only=True)
+class _StandIns:
+    """Parameters without values that the measured optimizer updates: as this rank stores those of the model, by name.
+
+    ``stands_for``: the number of parameters of the model that each of them counts as.
+    """
+
+    module: _Stored
+    by_name: Mapping[str, nn.Parameter]
+    stands_for: Mapping[nn.Parameter, int]
+
+    @property
+    def elements(self) -> int:
+        """Elements of all of them."""
+        return sum(parameter.numel() for parameter in self.stands_for)
+
+    def gradients(self) -> list[Tensor]:
+        """Their gradients."""
+        return [parameter.grad for parameter in self.stands_for if parameter.grad is not None]
+
+
+def _stand_ins(batch: MicroBatch, num_alike: Mapping[nn.Parameter, int]) -> _StandIns:
+    """Stand-ins of the parameters that train. ``num_alike``: see :func:`_num_alike`; others count once."""
+    module = _Stored()
+    pieces = dict(by_parameter(batch.model))
+    by_name: dict[str, nn.Parameter] = {}
+    stands_for: dict[nn.Parameter, int] = {}
+    for name, parameter in batch.model.named_parameters():
+        number = num_alike.get(parameter, 1)
+        if not parameter.requires_grad or not number:
+            continue
+        shard = nn.Parameter(torch.empty(*batch.stored(parameter)))
+        _register(module, name, shard)
+        module.pieces += _pieces_like(name, shard, pieces[parameter])
+        by_name[name] = shard
+        stands_for[shard] = number
+    return _StandIns(module=module, by_name=by_name, stands_for=stands_for)
+
+
+def _first_step(
+    batch: MicroBatch, layout: Layout, shared: Shared, own: _StandIns, *, noted: bool
+) -> torch.optim.Optimizer:
+    """The optimizer, built, with the states that its first step makes. ``noted``: whether that step is work."""
+    assembly = batch.assembly
+    facts = trained_parameters(batch.model).facts
+    trained = TrainedParameters(own.by_name, {name: facts[name] for name in own.by_name})
+    device = torch.device("cpu")
+    with batch.recorder.places.phase("optimizer"):
+        with assembly.registry.calling(assembly.parts.optimizer, "build()"):
+            optimizer = build_optimizer(
+                assembly, own.module, layout, device, shared, trained=trained, stored=_as_sharded(batch)
+            )
+        for parameter in own.stands_for:
+            parameter.grad = torch.zeros_like(parameter)
+        with indices_without_values(), batch.operations if noted else nullcontext():
+            optimizer.step()
+    return optimizer
+
+
+def _later_step(
+    batch: MicroBatch, optimizer: torch.optim.Optimizer, own: _StandIns, *, growth: float, noted: bool
+) -> None:
+    """Note the work of the norm of gradients, of their clipping and, if ``noted``, of a step that finds its states.
+
+    ``growth``: elements of all parameters over those of the stand-ins.
+    """
+    places = batch.recorder.places
+    gradients = own.gradients()
+    with places.phase("gradients"), batch.operations.grown(growth):
         if gradients:
             torch._foreach_norm(gradients)
-    with recorder.places.phase("optimizer"), batch.operations.grown(growth):
-        if gradients and assembly.spec.train.clip_norm is not None:
+    with places.phase("optimizer"), batch.operations.grown(growth):
+        if gradients and batch.assembly.spec.train.clip_norm is not None:
             torch._foreach_mul_(gradients, 1.0)
-        if plugin.rule() is None:
+        if noted:
             with indices_without_values():
                 optimizer.step()
+
+
+def _bytes_of_states(batch: MicroBatch, optimizer: torch.optim.Optimizer, own: _StandIns) -> tuple[int, int]:
+    """Bytes of all states on the device, and in host memory."""
     device_bytes = 0
     host_bytes = 0
-    for parameter, copy_count in copies.items():
-        for state in optimizer.state[parameter].values():
-            if not isinstance(state, Tensor):
-                continue
-            if recorder.is_off_device(state):
-                host_bytes += copy_count * state.nbytes
+    for parameter, number in own.stands_for.items():
+        states = [state for state in optimizer.state[parameter].values() if isinstance(state, Tensor)]
+        for state in states:
+            if batch.recorder.is_off_device(state):
+                host_bytes += number * state.nbytes
             else:
-                device_bytes += copy_count * state.nbytes
-    if plugin.rule() is None:
-        with recorder.places.phase("optimizer"):
-            batch.operations.updates(Updated(parameters=elements, states=device_bytes + host_bytes))
-    return States(device=device_bytes, host=host_bytes, passing=passing)
+                device_bytes += number * state.nbytes
+    return device_bytes, host_bytes
 
 
 def _as_sharded(batch: MicroBatch) -> dict[str, Stored]:
@@ -125,19 +184,6 @@ def _sharded_dim(batch: MicroBatch, parameter: nn.Parameter) -> int | None:
     """Dimension along which ranks shard a parameter: the only one that is shorter on this rank; None: there is none."""
     sizes = zip(parameter.shape, batch.stored(parameter), strict=True)
     return next((dim for dim, (whole, own) in enumerate(sizes) if own < whole), None)
-
-
-@final
-class _Stored(nn.Module, Named):
-    """Parameters of the optimizer that is measured. ``pieces``: of all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pieces: list[Canonical] = []
-
-    def canonical(self) -> Iterator[Canonical]:
-        """Yield the pieces."""
-        yield from self.pieces
 
 
 def _pieces_like(name: str, shard: nn.Parameter, pieces: Sequence[Canonical]) -> Iterator[Canonical]:
