@@ -20,6 +20,10 @@ class PluginChoice:
         return {"use": self.use, **self.options}
 
 
+Choice = PluginChoice
+"""Its name for plugins that were written for an API before 4."""
+
+
 def chosen(kind: str, **kwargs: Any) -> Any:
     """Field that holds a :class:`PluginChoice` among the plugins of a kind (``moefw.core.kinds``), or several.
 

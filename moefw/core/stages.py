@@ -32,6 +32,10 @@ def tensor_dataclass(cls: type[T_]) -> type[T_]:
     return made
 
 
+stage = tensor_dataclass
+"""Its name for plugins that were written for an API before 4."""
+
+
 @tensor_dataclass
 class Batch:
     """A micro-batch.
