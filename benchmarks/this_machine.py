@@ -321,18 +321,18 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 def verdicts(part: str, rows: Sequence[Row]) -> list[str]:
     """What came of the aims of a part, in words."""
     if part == "choices":
-        return [regret_told(rows), steps_told(rows)]
+        return [regret_in_words(rows), steps_in_words(rows)]
     flops = [each.flops for each in rows]
     highest = max(rows, key=lambda each: abs(each.peak_error))
     return [
         f"operations a step differ at most {max(flops) / min(flops):.2f}-fold",
-        f"order by processor time: {order_told(rows)}",
-        steps_told(rows),
+        f"order by processor time: {order_in_words(rows)}",
+        steps_in_words(rows),
         f"peak: {abs(highest.peak_error):.2%} off at worst, {highest.name} (aim {AIMS['peak']:.0%})",
     ]
 
 
-def steps_told(rows: Sequence[Row]) -> str:
+def steps_in_words(rows: Sequence[Row]) -> str:
     """The largest error of a step's time, as measured and at one pace."""
     worst = max(rows, key=lambda each: abs(each.step_error))
     worst_at_pace = max(rows, key=lambda each: abs(each.step_error_at_pace))
@@ -342,7 +342,7 @@ def steps_told(rows: Sequence[Row]) -> str:
     )
 
 
-def order_told(rows: Sequence[Row]) -> str:
+def order_in_words(rows: Sequence[Row]) -> str:
     """Whether specs are in order at one pace, or each pair that is not, with the noise of the pair."""
     in_order = sorted(rows, key=lambda each: each.predicted_cpu_s)
     swapped = [
@@ -354,7 +354,7 @@ def order_told(rows: Sequence[Row]) -> str:
     return "as predicted" if not swapped else "not as predicted, " + "; ".join(swapped)
 
 
-def regret_told(rows: Sequence[Row]) -> str:
+def regret_in_words(rows: Sequence[Row]) -> str:
     """How much slower the predicted best is than the measured best, at one pace."""
     chosen = min(rows, key=lambda each: each.predicted_s)
     best = min(rows, key=lambda each: each.wall_s_at_pace)
