@@ -9,7 +9,7 @@ from moefw.core.errors import PluginError
 from moefw.core.kinds import Kind, kind_of
 from moefw.core.plugin import Plugin
 
-MODULES: Final = ("attention", "router", "gemm")
+MODULES: Final = ("attention", "router", "gemm", "adapter")
 """Kinds whose parts are modules, beside being of the class of their contract."""
 STACKED: Final = "build_stacked"
 """The method of adapters that builds those of all experts."""

@@ -14,6 +14,10 @@ from moefw.plugins.adapters.none import NoAdapter
 from moefw.testing.suites.adapter import AdapterSuite
 
 BROKEN: list[tuple[Any, str, str]] = [
+    (adapters.ForgetsTheRows, "its_methods_take", "is called as __call__(x, out, weight, rows): too many positional"),
+    (adapters.MergesNoOneExpert, "its_methods_take", "is called as merged(weight, expert): too many positional"),
+    (adapters.IsNoModule, "its_methods_take", "it returns a StackOfNothing, and not a torch.nn.Module"),
+    (adapters.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'allways'"),
     (adapters.AdaptsNothing, "it_adapts_weights", "so nothing trains"),
     (adapters.AdaptsNowAndThen, "it_adapts_weights", "if asked again"),
     (adapters.NeedsNothing, "a_part_that_multiplies", "Yield moefw.need('adapter', 'attention.q_proj', ...)"),

@@ -17,7 +17,7 @@ from moefw.plugins.attention.mla import Latent
 from moefw.testing.suites.attention import AttentionSuite
 
 BROKEN: list[tuple[Any, str, str]] = [
-    (attentions.ForgetsTheTables, "it_builds_a_part", "__call__(x_tD, tables, batch): too many positional arguments"),
+    (attentions.ForgetsTheTables, "its_methods_take", "__call__(x_tD, tables, batch): too many positional arguments"),
     (attentions.MisspellsItsOffer, "its_offers_are_values", "knows 'wights'"),
     (attentions.RemembersInItsModule, "the_modules_of_its_package", "writes broken_attentions.SEEN.members"),
     (attentions.FailsAlone, "returns_a_row", "of 1 sequences of 1 tokens"),

@@ -10,7 +10,9 @@ import torch
 from moefw.commands.facts import MEANINGS
 from moefw.core.contracts import Dispatcher, Router
 from moefw.core.facts import ANY, FACTS
-from moefw.core.plugin import RouterPlugin
+from moefw.core.plugin import PipelinePlugin, RouterPlugin
+from moefw.plugins.pipelines.merged import Merged
+from moefw.plugins.routers.topk import TopK
 from moefw.testing.suites.contract import misfits, unknown_offers
 
 
@@ -53,6 +55,12 @@ class Module(torch.nn.Module):
     def over_layers(self, pooled: Any) -> Any: ...
 
 
+class Chunked(PipelinePlugin):
+    """Has a method in the place of a property, and no name."""
+
+    def chunks(self) -> int: ...  # type: ignore[override]
+
+
 def test_a_part_with_the_arguments_of_its_contract_is_fine_under_other_names_too() -> None:
     assert misfits(Part(), Dispatcher) == []
     assert misfits(OtherNames(), Dispatcher) == []
@@ -79,7 +87,17 @@ def test_a_module_is_called_through_forward_and_a_declaration_is_looked_at_too()
     (sentence,) = misfits(Module(), Router)
     assert sentence.startswith("Module.forward(x_TD)")
     assert "is called as __call__(x_TD, batch): too many positional arguments" in sentence
-    assert misfits(RouterPlugin(), RouterPlugin) == []
+    assert misfits(TopK(), RouterPlugin) == []
+
+
+def test_an_attribute_that_is_missing_and_a_property_that_is_a_method_are_told() -> None:
+    sentences = misfits(Chunked(), PipelinePlugin)
+    line = Chunked.chunks.__code__.co_firstlineno
+    assert sentences == [
+        "Chunked has no attribute name, which PipelinePlugin says that it has. Set it.",
+        f"Chunked.chunks ({__file__}, line {line}) is a method, and chunks is read, not called. Make it a property.",
+    ]
+    assert misfits(Merged(), PipelinePlugin) == []
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,10 @@ def two(folder: Path) -> Mapping[str, Any]:
 
 
 BROKEN: list[tuple[Any, str, str]] = [
+    (broken.DecodesByErrors, "its_methods_take", "is called as decode(ids): missing a required argument: 'errors'"),
+    (broken.HoldsOutNothing, "its_methods_take", "_TrainOnly has no attribute heldout, which DataSource says"),
+    (broken.ReadsOneToken, "its_methods_take", "is called as read(start, count): too many positional arguments"),
+    (broken.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'raged'"),
     (broken.ReadsInt32, "ids_are", "ids of train returns int32 ("),
     (broken.CountsFromOneThousand, "ids_are", "and the vocabulary has 256."),
     (broken.GoesOnWhereItWas, "a_read_depends", "of train is another one if it is read alone."),

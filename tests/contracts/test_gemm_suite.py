@@ -51,7 +51,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (gemms.ForgetsTheShardsOfAdapters, "parts_of_experts_with", "ranks of etp, asks for an adapter of 0.gate_proj"),
     (
         gemms.TakesAScale,
-        "it_builds_a_part",
+        "its_methods_take",
         "is called as __call__(batch): missing a required argument: 'scale'. Give it the arguments of ExpertGemm.",
     ),
     (gemms.CountsInItsModule, "the_modules_of_its_package", "writes broken_gemms._SEEN"),
@@ -76,7 +76,7 @@ def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], mad
     ],
 )
 def test_a_plugin_that_builds_no_experts_is_told_so(must_catch: Callable[..., None], plugin: Any, says: str) -> None:
-    must_catch(GemmSuite, plugin, "it_builds_a_part", says)
+    must_catch(GemmSuite, plugin, "its_methods_take", says)
 
 
 def test_replays_that_are_offered_by_experts_that_read_offsets_are_caught(

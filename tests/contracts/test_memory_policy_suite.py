@@ -34,7 +34,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (policies.KeepsItsGraphs, "what_a_region_makes_is_freed", "more after each run of a region, forward and backward"),
     (policies.KeepsCopies, "what_a_region_makes_is_freed", "holds 1,120,016 bytes more after each run of a region"),
     (policies.TreatsNothing, "what_a_region_makes_is_freed", "16,777,224 are held without it"),
-    (policies.WrapsAnyRegion, "it_builds_a_part", "is called as wrap(region, function): too many positional arguments"),
+    (policies.WrapsAnyRegion, "its_methods_take", "is called as wrap(region, function): too many positional arguments"),
     (policies.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'allways'"),
     (policies.NeedsElements, "tensors_without_elements", "fails on tensors without elements"),
     (policies.LosesStructures, "a_region_gets_what", "the gradient of a tensor in an argument"),

@@ -11,7 +11,10 @@ import broken_optimizer_memory_policies as policies
 from moefw.testing.suites.optimizer_memory_policy import OptimizerMemoryPolicySuite
 
 BROKEN: list[tuple[Any, str, str]] = [
-    (policies.TreatsActivations, "it_builds", "builds something that is no moefw.OptimizerPolicy"),
+    (policies.TreatsActivations, "its_methods_take", "returns a _OfActivations, and not a moefw.OptimizerPolicy"),
+    (policies.KnowsNoBoxes, "its_methods_take", "is called as problems(boxes): too many positional arguments"),
+    (policies.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'allways'"),
+    (policies.WrapsFunctions, "it_wraps_no", "wraps a function"),
     (policies.GoesFurther, "an_update_is", " off; "),
     (policies.Jitters, "the_same_steps", "when the run is repeated, parameters has other bits"),
     (policies.KnowsTheWorld, "no_layout", "with ep 2, parameters has other bits"),

@@ -16,6 +16,10 @@ from moefw.testing.suites.optimizer_rule import SCALES
 
 AS_THEY_ARE, _, ZERO = SCALES
 BROKEN: list[tuple[Any, str, str, tuple[str, ...]]] = [
+    (broken.NeedsAClosure, "its_methods_take", "is called as step(): missing a required argument: 'closure'", ()),
+    (broken.BuildsNoOptimizer, "its_methods_take", "it returns None, and not a torch.optim.Optimizer", ()),
+    (rules.KnowsNoShape, "its_methods_take", "got an unexpected keyword argument 'shape'", ()),
+    (broken.MisspellsItsOffer, "its_offers_are_values", "for 'ofload'. Did you mean 'offload'?", ()),
     (broken.SaysNothing, "it_says", 'offers() does not say update=("elementwise",), so every spec with it is', ()),
     (broken.LeavesOutNorms, "it_updates", "layers.0.attention_norm.weight is in 0 groups of parameters.", ()),
     (broken.GoesUp, "it_goes_down", "a sum of squares goes from ", ()),

@@ -15,6 +15,9 @@ from moefw.plugins.pipelines.v_shaped import ZBV, DualPipeV
 from moefw.testing.suites.pipeline import PipelineSuite
 
 BROKEN: list[tuple[Any, str, str]] = [
+    (broken.CountsItsRanksItself, "its_methods_take", "is called as order(ranks, micro_batches): too many positional"),
+    (broken.CallsForItsChunks, "its_methods_take", "is a method, and chunks is read, not called. Make it a property."),
+    (broken.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'raged'"),
     (broken.HasTooFewLists, "every_pass", "with 2 ranks and 1 micro-batches: order lists the passes of 1 ranks."),
     (broken.RunsTwice, "every_pass", "rank 0 runs the forward of micro-batch 0 in stage 0 2 times, not once."),
     (

@@ -56,7 +56,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (recipes.DrawsTooLittle, "random_rounding_has_no_bias", "standard errors off; 4 are allowed"),
     (recipes.DrawsByPlace, "random_rounding_follows", "draws by the place of a row"),
     (recipes.DrawsOncePerRow, "random_rounding_draws", "draws once for all columns of a row"),
-    (recipes.KnowsNoRows, "it_builds_a_part", "during=..., rows=...): got an unexpected keyword argument 'rows'"),
+    (recipes.KnowsNoRows, "its_methods_take", "during=..., rows=...): got an unexpected keyword argument 'rows'"),
     (recipes.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'allone'. Did you mean 'alone'?"),
     (recipes.RemembersInItsModule, "the_modules_of_its_package", "writes broken_precisions.LARGEST.value as it runs"),
     (recipes.FlowsInWholeNumbers, "the_residual_dtype", "residual_dtype is torch.int8"),

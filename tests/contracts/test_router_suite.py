@@ -45,7 +45,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (routers.ChoosesTwice, "routings_have_the_shapes", "chooses the same expert twice"),
     (routers.MasksTheChoiceBefore, "routings_of_many_choices", "chooses the same expert twice"),
     (routers.LooksAtThePlaceInTheRow, "a_pack_is_routed", "in a pack of sequences of (4, 4) tokens the routing of a"),
-    (routers.ForgetsTheBatch, "it_builds_a_part", "is called as __call__(x_TD, batch): too many positional arguments"),
+    (routers.ForgetsTheBatch, "its_methods_take", "is called as __call__(x_TD, batch): too many positional arguments"),
     (routers.MisspellsItsPartition, "its_offers_are_values", "knows 'tokens'"),
     (routers.CountsInItsModule, "the_modules_of_its_package", "writes broken_routers.LOAD as it runs"),
     (routers.WeighsInHalf, "routings_have_the_shapes", "torch.float32 is right"),

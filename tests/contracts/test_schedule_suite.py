@@ -12,6 +12,8 @@ from moefw.plugins.schedules.warmed_up import WSD, Cosine
 from moefw.testing.suites.schedule import ScheduleSuite
 
 BROKEN: list[tuple[Any, str, str]] = [
+    (broken.KnowsNoEnd, "its_methods_take", "is called as factor(step, steps): too many positional arguments"),
+    (broken.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'raged'"),
     (broken.EndsBelowZero, "a_factor_is", "the factor of step 2 of 3 is"),
     (broken.DividesByZero, "a_factor_is", "step 0 of 1 raises ZeroDivisionError"),
     (broken.IsNoNumber, "a_factor_is", "the factor of step 2 of 3 is nan, which is no finite number from 0 on."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +31,7 @@ class PlainAdapter(nn.Module, Adapter):
     freezes: ClassVar[tuple[str, ...]] = ("*",)
     needs: ClassVar[tuple[str, ...]] = ("attention.*", "moe.experts.*")
     draws: ClassVar[bool] = False
+    offered: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, context: moefw.BuildContext, weight: AdaptedWeight) -> None:
         super().__init__()
@@ -123,6 +124,9 @@ class Plain(AdapterPlugin):
     def draws(self) -> bool:
         return self.made.draws
 
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(**self.made.offered)
+
     def needs(self, site: moefw.Site) -> Sequence[moefw.Need]:
         return [moefw.need("adapter", target, reason="it is asked for") for target in self.made.needs]
 
@@ -134,6 +138,40 @@ class Plain(AdapterPlugin):
 
     def build_stacked(self, context: moefw.BuildContext, weight: AdaptedWeight) -> Any:
         return self.made.stack(context, weight)
+
+
+class ForgetsTheRows(PlainAdapter):
+    def forward(self, x: Tensor, out: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, out, weight)
+
+
+class MergesNoOneExpert(PlainAdapter):
+    @classmethod
+    def stack(cls, context: moefw.BuildContext, weight: AdaptedWeight) -> Any:
+        return StackMergedWhole(context, weight)
+
+
+class StackMergedWhole(Stack):
+    def merged(self, weight: Tensor) -> Tensor:  # type: ignore[override]
+        return weight
+
+
+class IsNoModule(PlainAdapter):
+    @classmethod
+    def stack(cls, context: moefw.BuildContext, weight: AdaptedWeight) -> Any:
+        return StackOfNothing()
+
+
+class StackOfNothing(StackedAdapter):
+    def merged(self, weight: Tensor, expert: int) -> Tensor:
+        return weight
+
+    def canonical(self) -> Iterator[Canonical]:
+        return iter(())
+
+
+class MisspellsItsOffer(PlainAdapter):
+    offered: ClassVar[Mapping[str, Any]] = {"replays": ("allways",)}
 
 
 class AdaptsNothing(PlainAdapter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,8 @@ from moefw.runtime.parallel.sequence_cut import SequenceCut
 
 class Gathering(moefw.ContextAttention):
     """Every rank attends with whole sequences, and again in backward: right in every way."""
+
+    offered: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, context: moefw.BuildContext) -> None:
         self.cut = SequenceCut(context.layout)
@@ -43,6 +46,15 @@ class Gathering(moefw.ContextAttention):
 
     def own(self, whole: Tensor, lengths: Any) -> Tensor:
         return self.cut.own(whole, 2, lengths)
+
+
+class KnowsNoSinks(Gathering):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, attend: Any, scale: Any = None) -> Tensor:
+        return super().__call__(q, k, v, mask, attend=attend, scale=scale, sinks_H=None)
+
+
+class MisspellsItsOffer(Gathering):
+    offered: ClassVar[Mapping[str, Any]] = {"replays": ("allways",)}
 
 
 class CutsPacksAsOneSequence(Gathering):
@@ -102,6 +114,9 @@ class GatheringPlugin(moefw.ContextParallelPlugin):
     """A context parallelism under test."""
 
     made: ClassVar[type[Gathering]] = Gathering
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(**self.made.offered)
 
     def build(self, context: moefw.BuildContext) -> moefw.ContextAttention:
         return self.made(context)

@@ -67,6 +67,7 @@ class Sound(DataSourcePlugin):
     """The first half of a file, and the second: right in every way. Those below change it."""
 
     name: ClassVar[str] = "sound"
+    made: ClassVar[type[Bytes]] = Bytes
     path: str
 
     def prepare(self, cache_dir: Path) -> moefw.DataSource:
@@ -78,7 +79,7 @@ class Sound(DataSourcePlugin):
         half = len(content) // 2
         for name, part in (("train", content[:half]), ("heldout", content[half:])):
             self.write(cache_dir / name, part)
-        return Bytes(cache_dir, self)
+        return self.made(cache_dir, self)
 
     def write(self, path: Path, content: bytes) -> None:
         if not path.exists():
@@ -103,6 +104,54 @@ class Sound(DataSourcePlugin):
 
     def encoded(self, ids: list[int]) -> list[int]:
         return ids
+
+
+class _WithErrors(Bytes):
+    def decode(self, ids: Sequence[int], errors: str) -> str:  # type: ignore[override]
+        return bytes(ids).decode(errors=errors)
+
+
+@frozen(kw_only=True)
+class DecodesByErrors(Sound):
+    name: ClassVar[str] = "decodes-by-errors"
+    made: ClassVar[type[Bytes]] = _WithErrors
+
+
+class _TrainOnly(Bytes):
+    def __init__(self, folder: Path, plugin: Sound) -> None:
+        super().__init__(folder, plugin)
+        del self.heldout
+
+
+@frozen(kw_only=True)
+class HoldsOutNothing(Sound):
+    name: ClassVar[str] = "holds-out-nothing"
+    made: ClassVar[type[Bytes]] = _TrainOnly
+
+
+class _OfOneToken(Ids):
+    def read(self, start: int) -> Any:  # type: ignore[override]
+        return super().read(start, 1)
+
+
+class _InOnes(Bytes):
+    def __init__(self, folder: Path, plugin: Sound) -> None:
+        super().__init__(folder, plugin)
+        self.heldout = _OfOneToken(folder / "heldout", plugin)
+
+
+@frozen(kw_only=True)
+class ReadsOneToken(Sound):
+    name: ClassVar[str] = "reads-one-token"
+    made: ClassVar[type[Bytes]] = _InOnes
+
+
+@frozen(kw_only=True)
+class MisspellsItsOffer(Sound):
+    name: ClassVar[str] = "misspells-its-offer"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(rows=("raged",))
 
 
 @frozen(kw_only=True)

@@ -31,6 +31,17 @@ class _Layout(NamedAfterItsClass, Folded):
         return self.made(dense=plan.dense, experts=plan.experts, shards=plan.shards)
 
 
+class KnowsNoSide(PlainPlan):
+    def copies(self, rank: int) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]
+        return super().copies(rank, "dense")
+
+
+@frozen(kw_only=True)
+class MisspellsItsOffer(_Layout):
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(rows=("raged",))
+
+
 class Overlapping(PlainPlan):
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         group = super().group(rank, axes)
@@ -147,6 +158,17 @@ class _WastefulLayout(OpenedLayout):
     def open(self, ranks: tuple[int, ...]) -> Any:
         self._opened.clear()
         return super().open(ranks)
+
+
+class _LayoutWithATimeout(OpenedLayout):
+    def open(self, ranks: tuple[int, ...], timeout_s: float) -> Any:  # type: ignore[override]
+        return super().open(ranks)
+
+
+@frozen(kw_only=True)
+class OpensWithATimeout(_Layout):
+    def build(self, plan: moefw.LayoutPlan, device: str) -> moefw.Layout:
+        return _LayoutWithATimeout(plan, device, self.ranks_per_node)
 
 
 @frozen(kw_only=True)

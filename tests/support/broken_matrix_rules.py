@@ -58,6 +58,15 @@ class Polar(OptimizerPlugin):
 
 
 @frozen
+class KnowsNoShape(Polar):
+    name: ClassVar[str] = "knows-no-shape"
+
+    class ruled(PolarRule):  # noqa: N801
+        def apply(self, parameter: Tensor, update: Tensor, *, lr: float) -> None:  # type: ignore[override]
+            super().apply(parameter, update, lr=lr, shape=(1, 1))
+
+
+@frozen
 class TakesBiases(Polar):
     name: ClassVar[str] = "takes-biases"
 

@@ -34,6 +34,11 @@ class PlainStates(OptimizerStates):
         """Change an updated parameter in place."""
 
 
+class KnowsNoBoxes(PlainStates):
+    def problems(self) -> Sequence[moefw.Problem]:  # type: ignore[override]
+        return ()
+
+
 class GoesFurther(PlainStates):
     def change(self, parameter: Tensor) -> None:
         parameter += 1.0
@@ -71,6 +76,23 @@ class _Plugin(NamedAfterItsClass, OptimizerMemoryPolicyPlugin):
 class _OfActivations(moefw.MemoryPolicy):
     def wrap(self, region, function):
         return function
+
+
+@frozen
+class MisspellsItsOffer(_Plugin):
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(replays=("allways",))
+
+
+class _OfBoth(PlainPolicy):
+    def wrap(self, region, function):
+        return lambda *arguments: function(*arguments)
+
+
+@frozen
+class WrapsFunctions(_Plugin):
+    def build(self, context: moefw.BuildContext) -> moefw.MemoryPolicy:
+        return _OfBoth(self.made)
 
 
 @frozen

@@ -60,6 +60,31 @@ class Sound(OptimizerPlugin):
 
 
 @frozen
+class NeedsAClosure(Sound):
+    name: ClassVar[str] = "needs-a-closure"
+
+    class built(Momentum):  # noqa: N801
+        def step(self, closure: Any) -> None:
+            super().step(closure)
+
+
+@frozen
+class BuildsNoOptimizer(Sound):
+    name: ClassVar[str] = "builds-no-optimizer"
+
+    def build(self, parameters: TrainedParameters, lr: float) -> Any:
+        return None
+
+
+@frozen
+class MisspellsItsOffer(Sound):
+    name: ClassVar[str] = "misspells-its-offer"
+
+    def offers(self, site: Site) -> moefw.Offers:
+        return moefw.offers(update=("elementwise",), region=((OPTIMIZER, "ofload"),))
+
+
+@frozen
 class LeavesOutNorms(Sound):
     name: ClassVar[str] = "leaves-out-norms"
 

@@ -31,6 +31,24 @@ class Sound(NamedAfterItsClass, PipelinePlugin):
 
 
 @frozen
+class CountsItsRanksItself(Sound):
+    def order(self, micro_batches: int) -> Sequence[Sequence[moefw.Action]]:  # type: ignore[override]
+        return super().order(2, micro_batches)
+
+
+@frozen
+class CallsForItsChunks(Sound):
+    def chunks(self) -> int:  # type: ignore[override]
+        return 1
+
+
+@frozen
+class MisspellsItsOffer(Sound):
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(rows=("raged",))
+
+
+@frozen
 class SoundPairs(NamedAfterItsClass, Merged):
     """A forward beside the backward of inputs of the micro-batch before, then its weight gradients: right, too."""
 

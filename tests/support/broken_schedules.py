@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from attrs import Factory, field, frozen
 
+import moefw
 from moefw.core.plugin import SchedulePlugin
 
 
@@ -18,6 +19,22 @@ class Sound(SchedulePlugin):
 
     def factor(self, step: int, steps: int) -> float:
         return 1 - step / steps
+
+
+@frozen
+class KnowsNoEnd(Sound):
+    name: ClassVar[str] = "knows-no-end"
+
+    def factor(self, step: int) -> float:  # type: ignore[override]
+        return 1 / (1 + step)
+
+
+@frozen
+class MisspellsItsOffer(Sound):
+    name: ClassVar[str] = "misspells-its-offer"
+
+    def offers(self, site: moefw.Site) -> moefw.Offers:
+        return moefw.offers(rows=("raged",))
 
 
 @frozen

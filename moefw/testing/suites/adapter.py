@@ -11,6 +11,7 @@ import torch
 from attrs import evolve, frozen
 from torch import nn
 
+from moefw.compose.built import STACKED
 from moefw.compose.defaults import defaults
 from moefw.compose.freezing import matches
 from moefw.core.contracts import Adapter, StackedAdapter
@@ -26,14 +27,16 @@ from moefw.testing.suites.adapter_case import (
     adapted_on_this_rank,
     adapter_of,
     begin,
+    built_for,
     by_merging,
     output,
     product,
 )
-from moefw.testing.suites.base import Suite
+from moefw.testing.suites.contract import misfits
 from moefw.testing.suites.gemm_case import GemmCase, computed, dense, terms_of_row_weights
 from moefw.testing.suites.merging import Results, adapted_part
-from moefw.testing.suites.runs import open_context, whole_model
+from moefw.testing.suites.part import MethodChecks
+from moefw.testing.suites.runs import whole_model
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 from moefw.testing.training import SMALL, Run, short_run
 from moefw.training.new_run import on_meta
@@ -43,6 +46,8 @@ SIZES: Final[Mapping[str, int]] = {"num_experts": 4, "top_k": 2, "dim": 16, "exp
 """Sizes of a layer of experts."""
 FLOOR: Final = 1e-2
 """Gradients below this share of the largest one nearly cancel; their errors are relative to this share."""
+NUMBERS: Final = range(2, 5)
+"""The experts of a stack."""
 DTYPES: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DRAWS: Final = 400
 """Number of draws whose mean is compared."""
@@ -63,7 +68,7 @@ TRAINED: Final[Mapping[str, Any]] = {
 """A model whose gradients are clipped by nothing: a wrong factor would not show."""
 
 
-class AdapterSuite(Suite):
+class AdapterSuite(MethodChecks):
     """Tests an adapter against its contract: its products are those of the merged weight, however ranks split it."""
 
     plugin: ClassVar[type[AdapterPlugin]]
@@ -77,10 +82,15 @@ class AdapterSuite(Suite):
 
     def adapter(self, case: AdapterCase, precision: str = "fp32") -> Any:
         """Adapter of a weight, with random values."""
-        adapter = adapter_of(self.on(precision), case.weight)
-        assert isinstance(adapter, nn.Module), f"{self.plugin.name} builds no torch.nn.Module."
-        assert isinstance(adapter, Adapter), f"{self.plugin.name} builds something that is no moefw.Adapter."
-        return adapter.eval()
+        return adapter_of(self.on(precision), case.weight).eval()
+
+    def _misfits_of_built(self) -> list[str]:
+        names = [name for name in self._offered() if self.part.adapts(name)]
+        case = self.on()
+        wrong = [] if not names else misfits(built_for(case, AdaptedWeight(name=names[0], shape=(6, 10))), Adapter)
+        for name in [name for name in names if name.startswith(EXPERTS)][:1]:
+            wrong += misfits(built_for(case, self._stack_of(name), by=STACKED), StackedAdapter)
+        return wrong
 
     def test_it_adapts_weights_by_their_names(self) -> None:
         """A plugin that freezes weights adapts some. ``adapts`` says the same of a name whenever it is asked."""
@@ -234,26 +244,20 @@ class AdapterSuite(Suite):
     def test_a_stack_is_the_adapters_of_its_experts(self) -> None:
         """``merged`` of an expert is ``W + scale B A``, and parameters have the names that single adapters have."""
         for name in self._adapted_experts():
-            numbers = range(2, 5)
-            weight = AdaptedWeight(name=name, shape=(6, 10), experts=numbers, outputs=_outputs(name, 6))
-            context, assembly = open_context(self.on())
-            stack: Any = assembly.parts.adapter.build_stacked(context, weight)
+            weight = self._stack_of(name)
+            stack = built_for(self.on(), weight, by=STACKED)
             who = self.plugin.name
-            is_module = isinstance(stack, nn.Module)
-            assert is_module, f"{who} builds no torch.nn.Module for a stack of weights."
-            is_stack = isinstance(stack, StackedAdapter)
-            assert is_stack, f"{who} builds something for a stack of weights that is no moefw.StackedAdapter."
             _fill(stack)
-            for local, number in enumerate(numbers):
+            for local, number in enumerate(NUMBERS):
                 weight_OI = torch.ones(weight.shape)
                 merged_OI = stack.merged(weight_OI, number)
                 expected_OI = weight_OI + stack.scale * (stack.b[local] @ stack.a[local])
                 error = worst_error(merged_OI.detach(), expected_OI.detach())
-                says = f"{who}: merged(W, {number}) of {name} with the experts {[*numbers]}"
+                says = f"{who}: merged(W, {number}) of {name} with the experts {[*NUMBERS]}"
                 assert error <= self.rtol["fp32"], f"{says} is not W + scale b[{local}] a[{local}]."
             stacked = self._shapes(stack.canonical())
             single: dict[str, tuple[int, ...]] = {}
-            for number in numbers:
+            for number in NUMBERS:
                 own = evolve(weight, experts=range(number, number + 1))
                 single |= self._shapes(adapter_of(self.on(), own).canonical())
             missing = ", ".join(sorted(single.keys() ^ stacked.keys()))
@@ -350,6 +354,10 @@ class AdapterSuite(Suite):
         if not names:
             pytest.skip(f"{self.plugin.name} adapts no experts")
         return names
+
+    def _stack_of(self, name: str) -> AdaptedWeight:
+        """A matrix of some experts, not the first ones."""
+        return AdaptedWeight(name=name, shape=(6, 10), experts=NUMBERS, outputs=_outputs(name, 6))
 
     def _kinds_of_weight(self) -> list[AdapterCase]:
         """A dense weight, and one of an expert, of those that get adapters."""

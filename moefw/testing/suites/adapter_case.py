@@ -69,11 +69,15 @@ class AdapterCase:
 
 def adapter_of(layer_case: LayerCase, weight: AdaptedWeight) -> Any:
     """Adapter of a weight on this rank, with random values."""
-    context, assembly = open_context(layer_case)
-    adapter: Any = assembly.parts.adapter.build(context, weight)
-    if isinstance(adapter, nn.Module):
-        draw_adapters(adapter, seed=layer_case.seed)
+    adapter = built_for(layer_case, weight)
+    draw_adapters(adapter, seed=layer_case.seed)
     return adapter
+
+
+def built_for(layer_case: LayerCase, weight: AdaptedWeight, *, by: str = "build") -> Any:
+    """What the method ``by`` of the plugin builds for a weight. Raises PluginError if it is no adapter."""
+    context, assembly = open_context(layer_case)
+    return assembly.registry.built(assembly.parts.adapter, context, weight, by=by)
 
 
 def begin(adapter: Any, case: AdapterCase) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from moefw.compose.assembly import Assembly
 from moefw.compose.spec.source import Marks
 from moefw.compose.spec.structure import structure
 from moefw.core.errors import Problem
@@ -54,10 +55,14 @@ class Suite:
 
     @property
     def part(self) -> Any:
-        """The plugin with its options, which are read as from a spec."""
+        """The plugin with its options."""
+        return self.read({name: value for name, value in self.chosen.items() if name != "use"})
+
+    def read(self, options: Mapping[str, Any]) -> Any:
+        """The plugin with some options, which are read as from a spec."""
         problems: list[Problem] = []
-        part: Any = structure(self.plugin, dict(self.options), (), Marks("suite"), problems)
-        assert not problems, f"{self.plugin.name}: the options {self.options} do not read: {problems[0]}"
+        part: Any = structure(self.plugin, dict(options), (), Marks("suite"), problems)
+        assert not problems, f"{self.plugin.name}: the options {options} do not read: {problems[0]}"
         return part
 
     @property
@@ -72,9 +77,19 @@ class Suite:
 
     def offers(self, **settings: Any) -> Offers:
         """The plugin's offers in such a layer case."""
-        assembly = self.layer_case(**settings).assemble()
-        offered: Offers = getattr(assembly.parts, kind_of(self.plugin).key).offers(assembly.site.at(0))
+        return self._offers_in(self.layer_case(**settings))
+
+    def _offers_in(self, layer_case: LayerCase) -> Offers:
+        """The plugin's offers in a layer case."""
+        assembly = layer_case.assemble()
+        offered: Offers = self._declared(assembly).offers(assembly.site.at(0))
         return offered
+
+    def _declared(self, assembly: Assembly) -> Any:
+        """The plugin with its options, as an assembly has it."""
+        kind = kind_of(self.plugin)
+        chosen = getattr(assembly.parts, kind.key)
+        return chosen[0] if kind.many else chosen
 
     def promised(self, fact: str, **settings: Any) -> Any:
         """Values that the plugin offers of a fact; skip the check if there are none."""

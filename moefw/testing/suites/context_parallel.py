@@ -11,12 +11,14 @@ from torch import Tensor
 
 from moefw.compose.build import Shared, bare_context, open_layout
 from moefw.core.contracts import ContextAttention
-from moefw.core.errors import PlanError
+from moefw.core.errors import PlanError, PluginError
 from moefw.runtime.attention.attend import attend
 from moefw.runtime.attention.mask import Mask
 from moefw.runtime.parallel.cp_blocks import pieces_of
 from moefw.runtime.parallel.sequence_cut import SequenceCut
 from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.contract import misfits
+from moefw.testing.suites.part import MethodChecks
 from moefw.testing.suites.replay import ReplayChecks
 from moefw.testing.suites.watch import same_bits, worst_error
 
@@ -89,7 +91,7 @@ def unlike_masks(world: int) -> Sequence[tuple[ContextCase, ContextCase]]:
     return [(ContextCase(), ContextCase(documents=True, seed=7)), packs(world)]
 
 
-class ContextParallelSuite(ReplayChecks):
+class ContextParallelSuite(ReplayChecks, MethodChecks):
     """Tests an algorithm against attention on one rank: outputs, and gradients of queries, keys, values and sinks."""
 
     _replay_worlds = (2,)
@@ -114,6 +116,10 @@ class ContextParallelSuite(ReplayChecks):
                     raise
                 continue
             yield world, layer_case
+
+    def _misfits_of_built(self) -> list[str]:
+        world, layer_case = next(self.worlds())
+        return list(self.pool.run(misfits_of_opened, world, layer_case)[0])
 
     def test_equals_attention_on_one_rank(self) -> None:
         """Output and gradients, for shared heads, narrow values, sinks, windows and documents, on 2 ranks and more."""
@@ -153,10 +159,17 @@ def opened(layer_case: LayerCase) -> tuple[ContextAttention, SequenceCut]:
     """Part of this rank, and the cut of sequences."""
     assembly = layer_case.resolve()
     layout = open_layout(assembly, "cpu")
-    part = assembly.parts.context_parallel.build(bare_context(assembly, layout, torch.device("cpu"), Shared()))
-    name = assembly.parts.context_parallel.name
-    assert isinstance(part, ContextAttention), f"{name} builds something that is no moefw.ContextAttention."
-    return part, SequenceCut(layout)
+    context = bare_context(assembly, layout, torch.device("cpu"), Shared())
+    return assembly.registry.built(assembly.parts.context_parallel, context), SequenceCut(layout)
+
+
+def misfits_of_opened(layer_case: LayerCase) -> list[str]:
+    """Sentences about what is built on this rank."""
+    try:
+        part, _ = opened(layer_case)
+    except PluginError as error:
+        return [str(error)]
+    return misfits(part, ContextAttention)
 
 
 def own(cut: SequenceCut, case: ContextCase) -> tuple[list[Tensor], Mask, Tensor]:

@@ -1,4 +1,4 @@
-"""What can be said of a plugin before anything is computed with it: the arguments of its methods, and its offers."""
+"""What can be said of a plugin before anything is computed with it: attributes, arguments of methods, and offers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,26 @@ Call = tuple[tuple[str, ...], Mapping[str, str]]
 
 
 def misfits(part: object, contract: type) -> list[str]:
-    """Sentences about methods of a part, or of a declaration, that cannot be called as those of ``contract`` are."""
-    return [sentence for name, due in _methods(contract) if (sentence := _misfit(part, name, due)) is not None]
+    """Sentences about a part, or a declaration, that cannot be read and called as ``contract`` says.
+
+    It lacks an attribute, a property is a method, or a method takes other arguments.
+    """
+    called = [sentence for name, due in _methods(contract) if (sentence := _misfit(part, name, due)) is not None]
+    return [*_unreadable(part, contract), *called]
+
+
+def _unreadable(part: object, contract: type) -> Iterator[str]:
+    """Yield what is wrong with attributes of a part: those that a contract annotates, and those of its properties."""
+    owner = type(part).__qualname__
+    annotated = {name for base in contract.__mro__ for name in vars(base).get("__annotations__", ())}
+    for name in sorted(annotated):
+        if not hasattr(contract, name) and not hasattr(part, name):  # what the contract has is its default
+            yield f"{owner} has no attribute {name}, which {contract.__name__} says that it has. Set it."
+    for name in dir(contract):
+        is_read = isinstance(inspect.getattr_static(contract, name), property)
+        own = inspect.getattr_static(part, name, None)
+        if is_read and inspect.isfunction(own):
+            yield f"{owner}.{name}{_place(own)} is a method, and {name} is read, not called. Make it a property."
 
 
 def _methods(contract: type) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -20,7 +20,8 @@ from moefw.core.errors import DataError
 from moefw.core.kinds import kind_of
 from moefw.runtime.windows import masks_losses, read_trained
 from moefw.testing.layer_case import LayerCase
-from moefw.testing.suites.base import Suite
+from moefw.testing.suites.contract import misfits
+from moefw.testing.suites.part import MethodChecks
 
 MOST: Final = 1 << 16
 """Number of tokens of a stream that are read."""
@@ -38,11 +39,22 @@ class _Prepared:
         return ("train", self.data.train), ("heldout", self.data.heldout)
 
 
-class DataSourceSuite(Suite):
+class DataSourceSuite(MethodChecks):
     """Tests a data source against its contract."""
 
     files: ClassVar[Callable[[Path], Mapping[str, Any]] | None] = None
     """Function that writes files to a folder, and returns the options that name them. None: ``options`` are all."""
+
+    @property
+    def part(self) -> Any:
+        """The plugin with its options, and those that name files."""
+        with self._folders() as (files, _):
+            return self.read(self._options(files))
+
+    def _misfits_of_built(self) -> list[str]:
+        with self._prepared() as prepared:
+            wrong = misfits(prepared.data, DataSource)
+            return wrong or [each for _, stream in prepared.streams() for each in misfits(stream, TokenStream)]
 
     def test_ids_are_those_of_the_vocabulary(self) -> None:
         """A read returns so many ids, int64, from 0 to the size of the vocabulary."""
@@ -176,16 +188,21 @@ class DataSourceSuite(Suite):
             cache.mkdir()
             yield files, cache
 
+    def _options(self, folder: Path) -> dict[str, Any]:
+        """The plugin's options; those that name files name some that are written to ``folder``."""
+        files = type(self).files
+        return {**self.options, **({} if files is None else files(folder))}
+
     def _case(self, folder: Path) -> LayerCase:
         """Layer case whose spec names files that are written to ``folder``."""
-        files = type(self).files
-        options = {} if files is None else files(folder)
-        section = kind_of(self.plugin).spec({**self.chosen, **options})
+        section = kind_of(self.plugin).spec({"use": self.plugin.name, **self._options(folder)})
         return LayerCase(parts={**self.parts, **section}, plugins=(self.plugin,))
 
 
 def _prepare(case: LayerCase, cache: Path) -> DataSource:
-    return case.resolve().parts.data.prepare(cache)
+    assembly = case.resolve()
+    data: DataSource = assembly.registry.built(assembly.parts.data, cache, by="prepare")
+    return data
 
 
 def _read(stream: TokenStream, start: int, count: int) -> NDArray[np.int64]:

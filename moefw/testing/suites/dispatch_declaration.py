@@ -11,12 +11,12 @@ import pytest
 
 from moefw.system.python import python
 from moefw.testing.profiles import smoke
-from moefw.testing.suites.contract import unknown_offers
 from moefw.testing.suites.dispatch_case import DispatchCase
 from moefw.testing.suites.dispatch_run import DispatcherRunner, RefusedError, fail
+from moefw.testing.suites.part import OfferChecks
 
 
-class DeclarationChecks(DispatcherRunner):
+class DeclarationChecks(DispatcherRunner, OfferChecks):
     """Checks that the declaration is pure and imports no torch."""
 
     @smoke
@@ -55,10 +55,8 @@ class DeclarationChecks(DispatcherRunner):
 
     @smoke
     def test_its_offers_are_values_that_parts_may_need(self) -> None:
-        """No part needs a misspelt value, and nothing else tells that the offer is of no use."""
-        wrong = unknown_offers(self.offers())
-        if wrong:
-            fail("\n".join(f"{self.plugin.name} {sentence}" for sentence in wrong))
+        """As of any plugin; here the profile ``smoke`` has it, too."""
+        super().test_its_offers_are_values_that_parts_may_need()
 
     def test_the_declaration_imports_no_torch(self) -> None:
         """``check``, ``plugins`` and ``--help`` import it, and they must be fast."""

@@ -14,20 +14,19 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from moefw.compose.spec.source import Marks
-from moefw.compose.spec.structure import structure
-from moefw.core.contracts import LayoutPlan
-from moefw.core.errors import PlanError, PluginError, Problem
+from moefw.core.contracts import Layout, LayoutPlan
+from moefw.core.errors import PlanError, PluginError
 from moefw.core.records import Side, Zero
 from moefw.runtime.parallel.meshes import COPIES
 from moefw.runtime.parallel.opened_layout import open_by
-from moefw.testing.suites.base import Suite
+from moefw.testing.suites.contract import misfits
+from moefw.testing.suites.part import MethodChecks
 
 MAX_RANKS = 4096
 MAX_SECONDS = 1.0
 
 
-class LayoutSuite(Suite):
+class LayoutSuite(MethodChecks):
     """Tests a layout against its contract: plans are consistent arithmetic, and opened groups are those of the plan."""
 
     meshes: ClassVar[Sequence[Sequence[str]]] = (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
@@ -39,12 +38,18 @@ class LayoutSuite(Suite):
     max_world: ClassVar[int] = 96
     """Largest number of ranks that is planned."""
 
+    def _misfits_of_built(self) -> list[str]:
+        layout = self.layout()
+        smallest = self._plan(layout, None)
+        wrong = [] if smallest is None else misfits(smallest, LayoutPlan)
+        world = next((world for world in self.profile.worlds if self._plan(layout, world) is not None), None)
+        if wrong or world is None:
+            return wrong
+        return list(self.pool.run(misfits_of_opened, world, layout, world)[0])
+
     def layout(self, options: Mapping[str, Any] | None = None) -> Any:
-        """Declaration with options, read as from a spec."""
-        problems: list[Problem] = []
-        read = structure(self.plugin, {**self.options, **(options or {})}, (), Marks("suite"), problems)
-        assert not problems, f"{self.plugin.name}: the options {options} do not read: {problems[0]}"
-        return read
+        """Declaration with more options than those of the suite."""
+        return self.read({**self.options, **(options or {})})
 
     def plans(self) -> st.SearchStrategy[LayoutPlan]:
         """Strategy for plans of worlds small enough for brute force."""
@@ -300,6 +305,11 @@ class Opened:
     ranks_per_node: int
     groups: dict[tuple[str, ...], OpenedGroup]
     twice: tuple[tuple[str, str], ...]
+
+
+def misfits_of_opened(declaration: Any, world: int) -> list[str]:
+    """Sentences about the layout as it is opened on this rank."""
+    return misfits(open_by(declaration, declaration.plan(world), "cpu"), Layout)
 
 
 def open_on_this_rank(declaration: Any, world: int, meshes: Sequence[Sequence[str]]) -> Opened:

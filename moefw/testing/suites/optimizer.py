@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import pytest
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from moefw.compose.optimizer import TorchStates
 from moefw.compose.updates import with_update
+from moefw.core.contracts import MatrixRule
 from moefw.core.facts import ANY
 from moefw.core.plugin import OPTIMIZER
 from moefw.core.records import TrainedParameters
 from moefw.runtime.optimizer_states import StatePart
-from moefw.testing.layer_case import LayerCase
+from moefw.testing.suites.contract import misfits
 from moefw.testing.suites.optimizer_case import (
     CUTS,
     RANKS,
@@ -45,25 +46,39 @@ LAYOUTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
+class _Steps(Protocol):
+    """The methods of an optimizer that a run calls: without a closure, which torch's own may require."""
+
+    def step(self) -> Any:
+        """Update the parameters."""
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+
+
 class OptimizerSuite(MatrixRuleTests):
     """Tests an optimizer against its contract, with parameters and gradients that are drawn.
 
     What is said of updates in general holds for those of ``build``: of all parameters that no rule takes.
     """
 
+    def _misfits_of_built(self) -> list[str]:
+        assembly = self.layer_case().assemble()
+        plugin = assembly.parts.optimizer
+        rule = plugin.rule()
+        wrong = [] if rule is None else misfits(rule, MatrixRule)
+        return wrong or misfits(assembly.registry.built(plugin, self._drawn(), self.lr), _Steps)
+
     def test_it_says_that_its_update_is_elementwise(self) -> None:
         """``offers`` has the update, or a region of the optimizer, which promises it, too."""
-        site = LayerCase(parts=self.parts).assemble().site
-        offered = with_update("optimizer", self.part.offers(site)).get("update", ())
+        offered = with_update("optimizer", self.offers()).get("update", ())
         says = f'{self.plugin.name}: offers() does not say update=("elementwise",), so every spec with it is refused.'
         assert offered == ANY or "elementwise" in offered, says
 
     def test_it_updates_each_parameter_in_one_group(self) -> None:
-        """``build`` returns a torch optimizer over all parameters that it gets."""
+        """The torch optimizer that ``build`` returns has all parameters that it gets."""
         parameters = self._drawn()
         optimizer = self.part.build(parameters, self.lr)
-        is_torchs = isinstance(optimizer, torch.optim.Optimizer)
-        assert is_torchs, f"{self.plugin.name} builds something that is no torch.optim.Optimizer."
         held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         for name, parameter in parameters.items():
             count = held.count(id(parameter))

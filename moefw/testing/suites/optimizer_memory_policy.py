@@ -8,16 +8,19 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from attrs import frozen
+from torch import nn
 
+from moefw.compose.optimizer import TorchStates
 from moefw.core.errors import MoefwError, PlanError
 from moefw.core.facts import Offers, offers
 from moefw.core.plugin import OptimizerMemoryPolicyPlugin, OptimizerPlugin
 from moefw.core.records import TrainedParameters
 from moefw.core.site import Site
-from moefw.runtime.optimizer_states import OptimizerPolicy
+from moefw.runtime.optimizer_states import OptimizerPolicy, OptimizerStates
 from moefw.testing.layer_case import LayerCase
-from moefw.testing.suites.base import Suite
+from moefw.testing.suites.contract import misfits
 from moefw.testing.suites.optimizer_memory_policy_case import Rested, rested
+from moefw.testing.suites.part import MethodChecks
 from moefw.testing.suites.runs import open_context, whole_model
 from moefw.testing.suites.watch import same_bits
 from moefw.testing.training import SMALL
@@ -44,7 +47,7 @@ class Closed(OptimizerPlugin):
         return torch.optim.SGD(parameters.values(), lr=lr)
 
 
-class OptimizerMemoryPolicySuite(Suite):
+class OptimizerMemoryPolicySuite(MethodChecks):
     """Tests a memory policy of the optimizer's states against its contract, with given gradients."""
 
     plugin: ClassVar[type[OptimizerMemoryPolicyPlugin]]
@@ -65,13 +68,21 @@ class OptimizerMemoryPolicySuite(Suite):
         chosen = {**self.parts, **parts, "memory": [self.chosen] if memory else []}
         return whole_model(world, parts=chosen, plugins=(self.plugin, Closed), sizes={"vocab_size": 64})
 
-    def test_it_builds_a_policy_of_the_optimizer(self) -> None:
-        """The policy does not wrap functions of activations."""
+    def _misfits_of_built(self) -> list[str]:
+        policy = self.policy()
+        if not isinstance(policy, OptimizerPolicy):
+            return [f"build() returns a {type(policy).__name__}, and not a moefw.OptimizerPolicy."]
+        states = TorchStates(torch.optim.AdamW([nn.Parameter(torch.zeros(2, 2))]))
+        return misfits(policy, OptimizerPolicy) or misfits(policy.treat(states), OptimizerStates)
+
+    def policy(self) -> Any:
+        """Build and return the policy."""
         context, assembly = open_context(self.model(True))
-        policy = assembly.parts.memory[0].build(context)
-        is_policy = isinstance(policy, OptimizerPolicy)
-        assert is_policy, f"{self.plugin.name} builds something that is no moefw.OptimizerPolicy."
-        assert policy.wrap("experts", rested) is rested, f"{self.plugin.name} wraps a function."
+        return assembly.registry.built(assembly.parts.memory[0], context)
+
+    def test_it_wraps_no_function(self) -> None:
+        """Functions of activations are left to other policies."""
+        assert self.policy().wrap("experts", rested) is rested, f"{self.plugin.name} wraps a function."
 
     def test_an_update_is_that_of_the_optimizer(self) -> None:
         """Parameters keep their dtype, and parameters and states stay within ``rtol`` of the untreated ones."""

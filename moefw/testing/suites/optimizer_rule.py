@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moefw.core.contracts import MatrixRule
 from moefw.core.records import ParameterFacts, ParameterRole
-from moefw.testing.suites.base import Suite
 from moefw.testing.suites.optimizer_case import CUTS, RANKS, part, share_lost
+from moefw.testing.suites.part import MethodChecks
 from moefw.testing.suites.watch import changed, held, same_bits, worst_error
 
 SHAPES: Final = ((8, 128), (128, 8), (32, 32))
@@ -24,7 +24,7 @@ STEPS: Final = 3
 SCALES: Final = {"as gradients are": 1.0, "tiny": 1e-12, "zero, as those of an expert without tokens": 0.0}
 
 
-class MatrixRuleTests(Suite):
+class MatrixRuleTests(MethodChecks):
     """Tests the rule of an optimizer against its contract. All are skipped where there is none."""
 
     lr: ClassVar[float] = 0.01

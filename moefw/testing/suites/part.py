@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 import pytest
 
-from moefw.core.errors import MoefwError, PluginError, closest
+from moefw.core.errors import PluginError, closest
 from moefw.core.facts import ANY, Offers
 from moefw.core.kinds import kind_of
 from moefw.testing.layer_case import LayerCase
@@ -18,74 +18,91 @@ from moefw.testing.suites.contract import misfits, unknown_offers
 from moefw.testing.suites.runs import open_context
 from moefw.testing.suites.watch import changed, held_by_modules
 
-FIRST: Final = "test_it_builds_a_part_whose_methods_take_what_they_are_called_with"
+FIRST: Final = "test_its_methods_take_what_they_are_called_with"
 """The check without which no other one is of use."""
 
 MECHANISMS: Final = ("keep", "recompute", "offload", "stash")
 """Mechanisms of built-in memory policies."""
 
 
-class PartChecks(Suite):
-    """Checks of the part of one layer. The other checks of a suite run only if the first of these passes."""
+class OfferChecks(Suite):
+    """The check of what a plugin offers."""
+
+    def test_its_offers_are_values_that_parts_may_need(self) -> None:
+        """No part needs a misspelt value, and nothing else tells that the offer is of no use."""
+        offered = self.offers()
+        wrong = [*unknown_offers(offered), *_misspelt_mechanisms(offered)]
+        assert not wrong, "\n".join(f"{self.plugin.name} {fault}" for fault in wrong)
+
+
+class MethodChecks(OfferChecks):
+    """Also the check of the methods of a plugin and of what it builds. The others run only if this one passes."""
 
     _faults: ClassVar[list[str] | None] = None
-    """Sentences about what is built, and its methods; None: not looked at yet."""
+    """Sentences about the plugin, and about what it builds; None: not looked at yet."""
 
     def __init_subclass__(cls) -> None:
-        """Look at the part of each plugin."""
+        """Look at each plugin anew."""
         super().__init_subclass__()
         cls._faults = None
 
-    @abstractmethod
-    def _smallest_case(self) -> LayerCase:
-        """Layer case for the layer of which a part is built. It may skip or fail a check, as any other does."""
+    def offers(self, **settings: Any) -> Offers:
+        """The plugin's offers in such a layer case; without settings, at a site without it, which no part refuses."""
+        if settings:
+            return super().offers(**settings)
+        site = LayerCase(parts=self.parts).assemble().site.at(0)
+        offered: Offers = self.part.offers(site)
+        return offered
+
+    def _misfits_of_built(self) -> list[str]:
+        """Sentences about what the plugin builds. It may skip or fail a check, as any other does."""
+        return []
 
     @pytest.fixture(autouse=True)
-    def _moefw_part(self, _moefw: None, request: pytest.FixtureRequest) -> None:
-        """Fail a check that runs the part, in one line, if it is none that it can call."""
-        if request.function.__name__ in vars(PartChecks):
+    def _moefw_methods(self, _moefw: None, request: pytest.FixtureRequest) -> None:
+        """Fail a check that calls the plugin, or what it builds, in one line, if it cannot be called."""
+        if hasattr(MethodChecks, request.function.__name__):
             return
         try:
-            faults = self._faults_of_part()
-        except (AssertionError, MoefwError, pytest.skip.Exception):
+            faults = self._all_faults()
+        except (Exception, pytest.skip.Exception):
             return  # the checks say so themselves
         if faults:
             pytest.fail(f"{self.plugin.name}: nothing is checked before {FIRST} passes. See there.", pytrace=False)
 
-    def test_it_builds_a_part_whose_methods_take_what_they_are_called_with(self) -> None:
-        """``build`` returns a part of the kind. Its methods, and those of the plugin, have the arguments of theirs."""
-        wrong = [f"{self.plugin.name}: {fault}" for fault in self._faults_of_part()]
+    def test_its_methods_take_what_they_are_called_with(self) -> None:
+        """Methods have the arguments of those of the kind: of the plugin, and of what it builds."""
+        wrong = [f"{self.plugin.name}: {fault}" for fault in self._all_faults()]
         assert not wrong, "\n".join(wrong)
 
-    def test_its_offers_are_values_that_parts_may_need(self) -> None:
-        """No part needs a misspelt value, and nothing else tells that the offer is of no use."""
-        assembly = self._smallest_case().assemble()
-        offered = self._declared(assembly).offers(assembly.site.at(0))
-        wrong = [*unknown_offers(offered), *_misspelt_mechanisms(offered)]
-        assert not wrong, "\n".join(f"{self.plugin.name} {fault}" for fault in wrong)
-
-    def _faults_of_part(self) -> list[str]:
-        """Sentences about what is built, and about methods that cannot be called as they will be."""
+    def _all_faults(self) -> list[str]:
+        """Sentences about the plugin; if there are none, about what it builds."""
         if self._faults is None:
             type(self)._faults = self._look()
         return self._faults or []
 
     def _look(self) -> list[str]:
-        kind = kind_of(self.plugin)
-        assert kind.contract is not None, f"nothing is built of {kind.one}"
         try:
-            context, assembly = open_context(self._smallest_case())
-            plugin = self._declared(assembly)
-            wrong = misfits(plugin, kind.base)
-            return wrong or misfits(assembly.registry.built(plugin, context), resolve_name(kind.contract))
+            return misfits(self.part, kind_of(self.plugin).base) or self._misfits_of_built()
         except PluginError as error:
             return [str(error)]
 
-    def _declared(self, assembly: Any) -> Any:
-        """The plugin with its options, as an assembly has it."""
-        kind = kind_of(self.plugin)
-        chosen = getattr(assembly.parts, kind.key)
-        return chosen[0] if kind.many else chosen
+
+class PartChecks(MethodChecks):
+    """The checks of a plugin that builds a part of one layer."""
+
+    @abstractmethod
+    def _smallest_case(self) -> LayerCase:
+        """Layer case for the layer of which a part is built. It may skip or fail a check, as any other does."""
+
+    def offers(self, **settings: Any) -> Offers:
+        """The plugin's offers in such a layer case; without settings, in the smallest one."""
+        return self._offers_in(self.layer_case(**settings) if settings else self._smallest_case())
+
+    def _misfits_of_built(self) -> list[str]:
+        context, assembly = open_context(self._smallest_case())
+        part = assembly.registry.built(self._declared(assembly), context)
+        return misfits(part, resolve_name(str(kind_of(self.plugin).contract)))
 
 
 def _misspelt_mechanisms(offered: Offers) -> Iterator[str]:

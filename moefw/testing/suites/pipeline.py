@@ -14,7 +14,7 @@ from attrs import frozen
 from moefw.core.errors import ContractError, Problem
 from moefw.core.records import Action, Order, Pair
 from moefw.runtime.pipeline.timeline import timeline
-from moefw.testing.suites.base import Suite
+from moefw.testing.suites.part import MethodChecks
 from moefw.testing.suites.pipeline_case import model_case, order_here, stepped
 from moefw.testing.suites.watch import worst_error
 
@@ -52,7 +52,7 @@ class _Case:
         return int(self.schedule.rank_of(stage, self.ranks))
 
 
-class PipelineSuite(Suite):
+class PipelineSuite(MethodChecks):
     """Tests a schedule against its contract: the order of passes as arithmetic, then whole models against one stage."""
 
     ranks: ClassVar[Sequence[int]] = (1, 2, 3, 4, 8)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any, ClassVar
 
-from moefw.testing.suites.base import Suite
+from moefw.testing.suites.part import MethodChecks
 
 
-class ScheduleSuite(Suite):
+class ScheduleSuite(MethodChecks):
     """Tests a schedule against its contract."""
 
     steps: ClassVar[Sequence[int]] = (1, 2, 3, 10, 100, 1000)
