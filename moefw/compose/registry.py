@@ -80,6 +80,7 @@ class Registry:
         self._offers: dict[str, list[Offer]] = {}
         self._barred: dict[str, Offer] = {}
         self._observers: dict[str, Offer] = {}
+        self._observing: set[str] = set()
         may_load = allowed(os.environ)
         known_as: dict[Any, tuple[str, str]] = {None: ("?", "?")}
         for name, module in built_in().items():
@@ -122,7 +123,8 @@ class Registry:
             with suppress(PluginError):  # of a name that another distribution brings, too
                 self.load(name)
         unseen = self._offers.keys() - self._loaded - set(ours)
-        return sorted({*(name for of, name in self._parts if of == kind), *unseen})
+        of_kind = self._observing if kind == OBSERVER else {name for of, name in self._parts if of == kind}
+        return sorted({*of_kind, *unseen})
 
     def load(self, name: str, kind: str | None = None) -> None:
         """Import and register the plugin called ``name``. Raises PluginError, which leaves other plugins intact.
@@ -167,6 +169,8 @@ class Registry:
         self.register(module, offer.distribution, offer.version, promised=name)
         if self._only_observes(module):
             self._observers[name] = offer
+        if self._observes(module):
+            self._observing.add(name)
         self._loaded.add(name)
 
     def _likely(self, name: str, kind: str | None) -> str:
@@ -213,6 +217,8 @@ class Registry:
             ) from error
         self._parts |= {(part.kind, part.name): part for part in declared}
         self.probes += probes
+        if self._observes(module):
+            self._observing |= {part.name for part in declared}
 
     def _declared(self, module: Any, distribution: str, version: str, label: str) -> Iterator[RegisteredPlugin]:
         for kind in KINDS.values():
@@ -254,10 +260,25 @@ class Registry:
         callers = self._manager.get_hookcallers(module) or []
         return bool(callers) and not any(caller.name in hooks.DECLARING for caller in callers)
 
+    def _observes(self, module: Any) -> bool:
+        """Whether a module implements a hook of observers. It may declare parts, too."""
+        return any(caller.name in hooks.OBSERVING for caller in self._manager.get_hookcallers(module) or [])
+
     def _implementations(self, hook: str, of: Any) -> Iterator[Callable[..., Any]]:
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             if implementation.plugin is of:
                 yield implementation.function
+
+    def load_observer(self, name: str) -> None:
+        """Load the plugin called ``name``. Raises PluginError if it observes nothing."""
+        self.load(name, OBSERVER)
+        if name in self._observing:
+            return
+        *first, last = hooks.OBSERVING
+        what = f"{name!r} observes nothing: an observer implements {', '.join(first)} or {last}."
+        names = self.names_of(OBSERVER)
+        installed = f"Installed: {', '.join(names)}." if names else "No observer is installed."
+        raise PluginError(what, f"Take it out. {installed}")
 
     def get(self, kind: str, name: str) -> RegisteredPlugin:
         """Part of a kind, whose plugin is loaded if needed. Raises PluginError with the nearest known name."""

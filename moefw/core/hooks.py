@@ -78,4 +78,7 @@ DECLARING: Final[Mapping[str, Callable[[], Sequence[type[Plugin]]]]] = {
 }
 """The hooks that declare plugins, one for each kind."""
 
+OBSERVING: Final = ("moefw_check", "moefw_before_step", "moefw_after_step")
+"""The hooks of which an observer, a name of ``run.observers``, implements one or more."""
+
 globals().update(DECLARING)  # pluggy looks for hooks among the names of this module

@@ -32,6 +32,14 @@ def test_a_distribution_that_only_observes_is_named_in_run_observers(install: In
     assert "observer: watch my-watch 1.5" in CliRunner().invoke(plugins).stdout
 
 
+def test_parts_of_others_that_observe_nothing_are_refused_as_observers(install: Install) -> None:
+    install("my-watch", OBSERVER.format(hook=HOOKS[0]), names=["watch"])
+    install("other-parts", dispatcher("mine", "pass"), names=["mine"])
+    said = refusal({"run": {"observers": ["mine"]}})
+    assert "'mine' observes nothing: an observer implements moefw_check" in said
+    assert "Installed: watch." in said
+
+
 @pytest.mark.parametrize("source", ["", HEAD + "def moefw_after_step(metrics): pass\n"])
 def test_one_that_implements_nothing_is_refused(install: Install, source: str) -> None:
     install("my-watch", source, names=["watch"])

@@ -15,7 +15,7 @@ from moefw.compose.registry import Registry
 from moefw.core.errors import PluginError, Problem, SpecError
 from moefw.core.plugin import LayoutPlugin, MemoryPolicyPlugin, ModelPlugin
 from moefw.core.site import Site
-from resolved_specs import Plain, refusal, refused, registry, resolved
+from resolved_specs import Plain, refusal, refused, registry, resolved, watched
 
 
 def raising(*_: object) -> Any:
@@ -206,5 +206,15 @@ class TestOtherPeoplesMistakes:
         resolved("train: {steps: 30}", registry=more)
 
     def test_an_observer_that_is_not_there(self) -> None:
-        problem = refusal("run: {observers: [wsd, nope]}", PluginError)
-        assert problem.where == "spec.yaml:1:24 run.observers[1]"
+        problem = refusal("run: {observers: [watched, nope]}", PluginError, registry=watched())
+        assert problem.where == "spec.yaml:1:28 run.observers[1]"
+        assert "Known: watched" in problem.fix
+
+    def test_a_part_that_observes_nothing_is_no_observer(self) -> None:
+        problem = refusal("run: {observers: [adamw]}", PluginError)
+        assert problem.where == "spec.yaml:1:19 run.observers[0]"
+        what = "'adamw' observes nothing: an observer implements moefw_check, moefw_before_step or moefw_after_step."
+        assert problem.what == what
+        assert problem.fix == "Take it out. No observer is installed."
+        problem = refusal("run: {observers: [watched, wsd]}", PluginError, registry=watched())
+        assert problem.fix == "Take it out. Installed: watched."

@@ -23,7 +23,7 @@ from moefw.compose.spec.source import Marks
 from moefw.core.errors import PlanError, PluginError, SpecError
 from moefw.core.site import Machine, Site
 from moefw.plugins.models.decoder import Decoder
-from resolved_specs import DEFAULTS, REGISTRY, Plain, refusal, refused, registry, resolved
+from resolved_specs import DEFAULTS, REGISTRY, Plain, refusal, refused, registry, resolved, watched
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
@@ -342,15 +342,15 @@ class TestResolvedSpec:
         "{}",
         QUICKSTART.read_text(),
         "{model: {preset: qwen3-30b-a3b, tie_embeddings: true}, memory: [{use: recompute, regions: [layer, router]}]}",
-        '{run: {dir: "1e3", device: cpu, observers: [wsd]}, train: {clip_norm: null, schedule: {use: wsd}}}',
+        '{run: {dir: "1e3", device: cpu, observers: [watched]}, train: {clip_norm: null, schedule: {use: wsd}}}',
         '{run: {dir: "2001-01-01"}, data: {path: "no", suffixes: [.py, "~", "0x1"]}, parallel: {experts: {ep: 2}}}',
     )
 
     @pytest.mark.parametrize("text", TEXTS)
     def test_loads_again_to_an_equal_assembly_with_the_same_digest(self, text: str) -> None:
-        found = resolved(text, registry=Registry())
+        found = resolved(text, registry=watched())
         YAML().dump(found.resolved(), out := StringIO())
-        again = resolved(out.getvalue(), registry=Registry())
+        again = resolved(out.getvalue(), registry=watched())
         assert again == found
         assert again.digest() == found.digest()
         assert again.resolved() == found.resolved()
@@ -421,7 +421,7 @@ class TestResolvedSpec:
             "train.checkpoint": "sync",
             "train.graphs": None,  # not on a CPU: tests/spec/test_graphs.py
             "train.on_failed_capture": "eager",
-            "run.observers": ["wsd"],
+            "run.observers": ["watched"],
             "train.tokens_per_step": 16384,
             "train.on_bad_step": "skip",
         }
@@ -449,7 +449,7 @@ class TestResolvedSpec:
                 tree["train"] = {"tokens_per_step": 8192}
             if path in ("train.micro_batch", "train.seq_len"):
                 tree.setdefault("train", {})["tokens_per_step"] = 8192
-            found = assemble_tree(tree, Marks("o"), defaults=DEFAULTS, registry=Registry(), machine=Machine())
+            found = assemble_tree(tree, Marks("o"), defaults=DEFAULTS, registry=watched(), machine=Machine())
             digests.add(found.digest())
             num_changed += 1
         assert num_changed > 45
@@ -467,8 +467,8 @@ class TestResolvedSpec:
 
 class TestSharedRegistry:
     def test_specs_do_not_see_each_other(self) -> None:
-        alone = [resolved(text, registry=Registry()) for text in TestResolvedSpec.TEXTS]
-        shared = Registry()
+        alone = [resolved(text, registry=watched()) for text in TestResolvedSpec.TEXTS]
+        shared = watched()
         for _ in range(2):
             assert [resolved(text, registry=shared) for text in TestResolvedSpec.TEXTS] == alone
             assert "no plugin is called 'nope'" in refusal("gemm: {use: nope}", PluginError, registry=shared).what

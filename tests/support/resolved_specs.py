@@ -77,6 +77,15 @@ def registry(**hooks: Sequence[type]) -> Registry:
     return Registry([module])
 
 
+def watched() -> Registry:
+    """Return the installed plugins and a dispatcher called watched, whose module observes runs, too."""
+    module = types.ModuleType("watched_parts")
+    part = frozen(type("Watched", (Plain,), {"name": "watched"}))
+    module.moefw_dispatchers = moefw.hookimpl(lambda: [part])  # type: ignore[attr-defined]
+    module.moefw_before_step = moefw.hookimpl(lambda step: None)  # type: ignore[attr-defined]
+    return Registry([module])
+
+
 @frozen
 class Plain(DispatcherPlugin):
     """Offers the facts that the built-in GEMMs need."""

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import attrs
 
-from moefw.compose.registry import OBSERVER, Registry
+from moefw.compose.registry import Registry
 from moefw.compose.resolution.chosen import MEMORY, Chosen, Placed, section_of
 from moefw.compose.resolution.problems import Problems
 from moefw.compose.spec.sections import RESERVED, Spec, over, plugin_fields, with_defaults
@@ -90,7 +90,7 @@ class Choosing:
                 self._parts.append(Placed(path, part))
         with self._problems.asking(()):
             for index, name in enumerate(spec.run.observers):
-                self._problems.ask(("run", "observers", index), self._registry.load, name, OBSERVER)
+                self._problems.ask(("run", "observers", index), self._registry.load_observer, name)
         return Chosen(
             parts=self._parts,
             inner=self._inner_parts,
