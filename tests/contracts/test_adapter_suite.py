@@ -51,6 +51,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (adapters.KeepsRows, "it_keeps_nothing", "writes last in forward or backward"),
     (adapters.AddsIntoTheProduct, "it_keeps_nothing", "writes into the product"),
     (adapters.FreezesAFactor, "it_trains", "lora_A does not train"),
+    (adapters.ScalesOnTheFirstRankAlone, "a_layout_changes", "under ep 2, step 0 has gradients of the norms"),
     (adapters.AddsTheWholeOnEachRank, "a_layout_changes", "under tp 2 and etp 2, step 0 has gradients of the norms"),
 ]
 """The class, the check, and a part of its message."""

@@ -19,6 +19,11 @@ BROKEN: list[tuple[Any, str, str]] = [
     (layouts.KnowsNoSide, "its_methods_take", "is called as copies(rank, side): too many positional arguments"),
     (layouts.OpensWithATimeout, "its_methods_take", "open(ranks): missing a required argument: 'timeout_s'"),
     (layouts.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'raged'"),
+    (
+        layouts.CountsRanksOfExpertsBackwards,
+        "along_an_axis",
+        "the coordinate of rank 0 on ep is 1, and it stands at 0 of",
+    ),
     (layouts.Overlapping, "groups_partition_the_world", "groups overlap"),
     (layouts.Backwards, "groups_are_the_ranks", "in ascending order"),
     (layouts.Miscounted, "the_sizes_of_each_mesh", "do not multiply to"),

@@ -16,6 +16,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (policies.MisspellsItsOffer, "its_offers_are_values", "of which no part knows 'allways'"),
     (policies.WrapsFunctions, "it_wraps_no", "wraps a function"),
     (policies.GoesFurther, "an_update_is", " off; "),
+    (policies.CountsBesideTheStates, "a_run_that_resumes", "after a checkpoint, parameters has other bits"),
     (policies.Jitters, "the_same_steps", "when the run is repeated, parameters has other bits"),
     (policies.KnowsTheWorld, "no_layout", "with ep 2, parameters has other bits"),
     (policies.AsksForNothing, "an_optimizer_that", "accepts an optimizer that does not offer its states"),

@@ -35,6 +35,12 @@ BROKEN: list[tuple[Any, str, str, tuple[str, ...]]] = [
     (broken.TakesGateAndUpTogether, "parts_that", "cut along rows, layers.0.moe.experts.gate_up has", ("rows",)),
     (broken.MixesExperts, "parts_that", "the first dimension, layers.0.moe.experts.gate_up", ("the first dimension",)),
     (broken.DrawsFromASeed, "parts_that", "cut along columns, embed.weight has other bits.", ("columns",)),
+    (
+        broken.DecaysPlainMatricesAlone,
+        "a_stack_is",
+        "in a stack, layers.0.moe.experts.0.gate_proj.weight has other bits.",
+        (),
+    ),
     (broken.ScalesByTheNorm, "layouts", "under tp 2, etp 2, embed.weight has other bits.", ("tp 2, etp 2",)),
     (broken.MixesExperts, "layouts", "under all sharded, ep 2, layers.1.moe.experts.0.gate", ("all sharded, ep 2",)),
     (broken.NamesAnotherState, "states_are", "states() names velocity, and embed.weight has ['momentum'].", ()),

@@ -85,6 +85,29 @@ def test_a_router_that_needs_other_sizes_is_told_of_the_dims_of_its_suite(
     must_catch(RouterSuite, routers.NeedsAllExperts, check, "Set `dims` of the suite to sizes that fit.")
 
 
+GROUPED = [
+    (routers.PlainRouter, "a token uses 4 of 4 groups of experts, and 2 is the most."),
+    (routers.KeepsOneGroupTooMany, "a token uses 3 of 4 groups of experts, and 2 is the most."),
+    (routers.KeepsOneGroupTooFew, "uses more than 1 of 4 groups of experts, and 2 may be used."),
+    (routers.KeepsTheFirstGroups, "uses the group 2 of 4: the groups of a token are its best."),
+]
+IN_GROUPS: Any = {"dims": {"num_experts": 16, "top_k": 4, "dim": 16, "expert_dim": 16}, "groups": (4, 2)}
+
+
+@pytest.mark.parametrize(("made", "says"), GROUPED, ids=[case[0].__name__ for case in GROUPED])
+def test_a_router_that_does_not_limit_tokens_to_groups_is_caught(
+    must_catch: Callable[..., None], made: Any, says: str
+) -> None:
+    must_catch(RouterSuite, routers.PLUGINS[made], "a_token_uses_as_many", says, **IN_GROUPS)
+
+
+class TestInGroups(RouterSuite):
+    plugin = routers.PLUGINS[routers.InGroups]
+    dims = IN_GROUPS["dims"]
+    groups = IN_GROUPS["groups"]
+    choices = ((16, 4),)
+
+
 class TestPlainRouter(RouterSuite):
     plugin = routers.PLUGINS[routers.PlainRouter]
 
@@ -112,6 +135,7 @@ class TestOneOfAll(RouterSuite):
 class TestGroups(RouterSuite):
     plugin = TopK
     options = {"score": "sqrtsoftplus", "groups": {"count": 4, "keep": 2}, "balance": [{**AUX, "over": "sequence"}]}
+    groups = (4, 2)
 
 
 class TestQuantile(RouterSuite):

@@ -18,6 +18,7 @@ BROKEN: list[tuple[Any, str, str]] = [
     (broken.DividesByZero, "a_factor_is", "step 0 of 1 raises ZeroDivisionError"),
     (broken.IsNoNumber, "a_factor_is", "the factor of step 2 of 3 is nan, which is no finite number from 0 on."),
     (broken.SaysYes, "a_factor_is", "the factor of step 0 of 1 is True, which is no finite number"),
+    (broken.BeginsAgainAtItsEnd, "its_last_step", "the factor goes from 0.002 to 1 in the last step of 1000"),
     (broken.NeverLearns, "a_run_learns", "the factor is 0 in each of 1000 steps."),
     (broken.CountsCalls, "a_factor_depends", "the factor of step 1 of 2 is 0.5, and 1.0 if the later steps"),
 ]

@@ -338,6 +338,17 @@ class AddsTheWholeOnEachRank(PlainAdapter):
         return super().scaled(low) * (shard.count if shard else 1)
 
 
+class ScalesOnTheFirstRankAlone(PlainAdapter):
+    """Ranks of dp behind the first one scale otherwise."""
+
+    def __init__(self, context: moefw.BuildContext, weight: AdaptedWeight) -> None:
+        super().__init__(context, weight)
+        self.index = context.layout.index("dp")
+
+    def scaled(self, low: Tensor) -> Tensor:
+        return super().scaled(low) * (1 if self.index == 0 else 2)
+
+
 class CountsExpertsFromItsFirst(PlainAdapter):
     @classmethod
     def stack(cls, context: moefw.BuildContext, weight: AdaptedWeight) -> Any:

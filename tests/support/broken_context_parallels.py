@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +56,23 @@ class KnowsNoSinks(Gathering):
 
 class MisspellsItsOffer(Gathering):
     offered: ClassVar[Mapping[str, Any]] = {"replays": ("allways",)}
+
+
+class SeesTwoSequencesInAPack(Gathering):
+    """Queries of the third sequence see keys of the second."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, attend: Any, **options: Any) -> Tensor:
+        return super().__call__(q, k, v, mask, attend=self.attend_by(attend), **options)
+
+    def attend_by(self, attend: Any) -> Any:
+        def attend_with_two(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> Any:
+            if mask.lengths is not None and mask.documents_BS is not None:
+                first, *rest = mask.lengths
+                lengths = (first, sum(rest))
+                mask = replace(mask, documents_BS=mask.documents_BS.clamp_max(1), lengths=lengths)
+            return attend(q, k, v, mask, **options)
+
+        return attend_with_two
 
 
 class CutsPacksAsOneSequence(Gathering):

@@ -179,6 +179,17 @@ class GoesOnWhereItWas(Sound):
 
 
 @frozen(kw_only=True)
+class BeginsAtTheFirstRow(Sound):
+    """What is read first is read from the beginning, as by an iterator that a resume makes anew."""
+
+    name: ClassVar[str] = "begins-at-the-first-row"
+
+    def changed(self, ids: Any, stream: Ids) -> Any:
+        first = np.frombuffer(stream.content[: len(ids)], np.uint8).astype(np.int64)
+        return first if stream.reads == 1 else ids
+
+
+@frozen(kw_only=True)
 class DrawsAnOrder(Sound):
     name: ClassVar[str] = "draws-an-order"
 

@@ -42,6 +42,12 @@ class MisspellsItsOffer(_Layout):
         return moefw.offers(rows=("raged",))
 
 
+class CountsRanksOfExpertsBackwards(PlainPlan):
+    def coordinates(self, rank: int) -> Mapping[str, int]:
+        place = super().coordinates(rank)
+        return {**place, "ep": self.sizes["ep"] - 1 - place["ep"]}
+
+
 class Overlapping(PlainPlan):
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         group = super().group(rank, axes)

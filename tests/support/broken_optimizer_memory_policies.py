@@ -44,6 +44,19 @@ class GoesFurther(PlainStates):
         parameter += 1.0
 
 
+class CountsBesideTheStates(PlainStates):
+    """Its steps get smaller by a count that no checkpoint has."""
+
+    updates = 0
+
+    def update(self, parts: Sequence[StatePart]) -> None:
+        self.updates += 1
+        super().update(parts)
+
+    def change(self, parameter: Tensor) -> None:
+        parameter += 1e-6 * self.updates
+
+
 class Jitters(PlainStates):
     def change(self, parameter: Tensor) -> None:
         parameter += 1e-6 * torch.rand_like(parameter)

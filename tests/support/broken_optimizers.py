@@ -85,6 +85,19 @@ class MisspellsItsOffer(Sound):
 
 
 @frozen
+class DecaysPlainMatricesAlone(Sound):
+    """Forgets stacks of experts, which have three dimensions."""
+
+    name: ClassVar[str] = "decays-plain-matrices-alone"
+
+    class built(Momentum):  # noqa: N801
+        def update(self, parameter: Tensor, lr: float, state: dict[str, Tensor]) -> None:
+            if parameter.dim() == 2:
+                parameter.mul_(1 - 0.1 * lr)
+            super().update(parameter, lr, state)
+
+
+@frozen
 class LeavesOutNorms(Sound):
     name: ClassVar[str] = "leaves-out-norms"
 

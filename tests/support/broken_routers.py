@@ -104,6 +104,35 @@ class NeedsAllExperts(Plain):
         return []
 
 
+class InGroups(PlainRouter):
+    """Chooses among the experts of the two best of four groups: right in every way."""
+
+    kept: ClassVar[int] = 2
+
+    def choose(self, logits_TE: Tensor) -> Tensor:
+        scores_TE = logits_TE + self.bias
+        scores_TGe = scores_TE.unflatten(1, (4, -1))
+        kept_TG = torch.zeros(scores_TGe.shape[:2], dtype=torch.bool).scatter_(1, self.keep(scores_TGe), value=True)
+        masked_TGe = scores_TGe.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf)
+        return masked_TGe.flatten(1).topk(self.dims.top_k).indices
+
+    def keep(self, scores_TGe: Tensor) -> Tensor:
+        return scores_TGe.amax(-1).topk(self.kept).indices
+
+
+class KeepsOneGroupTooMany(InGroups):
+    kept: ClassVar[int] = 3
+
+
+class KeepsOneGroupTooFew(InGroups):
+    kept: ClassVar[int] = 1
+
+
+class KeepsTheFirstGroups(InGroups):
+    def keep(self, scores_TGe: Tensor) -> Tensor:
+        return torch.arange(self.kept).expand(len(scores_TGe), -1)
+
+
 class CrowdsTheCrowded(PlainRouter):
     @torch.no_grad()
     def update(self, reduced: Mapping[str, Tensor]) -> None:

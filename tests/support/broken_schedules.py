@@ -38,6 +38,14 @@ class MisspellsItsOffer(Sound):
 
 
 @frozen
+class BeginsAgainAtItsEnd(Sound):
+    name: ClassVar[str] = "begins-again-at-its-end"
+
+    def factor(self, step: int, steps: int) -> float:
+        return 1 - step % max(1, steps - 1) / steps
+
+
+@frozen
 class EndsBelowZero(Sound):
     name: ClassVar[str] = "ends-below-zero"
 

@@ -76,19 +76,21 @@ CASES = (
 """Shared and own heads of keys, narrower values, sinks, windows shorter and longer than a piece, documents."""
 
 
-def packs(world: int) -> tuple[ContextCase, ContextCase]:
-    """Packs of two sequences, a long and a short one in either order, that so many ranks can cut."""
+def packs(world: int) -> tuple[ContextCase, ContextCase, ContextCase]:
+    """Packs of two sequences, a long and a short one in either order, and of three, that so many ranks can cut."""
     unit = pieces_of(world)
-    lengths = (ContextCase().length - unit, unit)
+    whole = ContextCase().length
+    lengths = (whole - unit, unit)
     return (
         ContextCase(lengths=lengths, seed=6),
         ContextCase(lengths=lengths[::-1], window=3, sinks=True, seed=8),
+        ContextCase(lengths=(unit, whole - 2 * unit, unit), groups=2, seed=9),
     )
 
 
 def unlike_masks(world: int) -> Sequence[tuple[ContextCase, ContextCase]]:
     """Pairs of calls that differ in what their queries may see."""
-    return [(ContextCase(), ContextCase(documents=True, seed=7)), packs(world)]
+    return [(ContextCase(), ContextCase(documents=True, seed=7)), packs(world)[:2]]
 
 
 class ContextParallelSuite(ReplayChecks, MethodChecks):

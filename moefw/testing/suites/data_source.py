@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import pytest
-from attrs import frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from moefw.core.data import DataSource, TokenStream
@@ -72,14 +72,17 @@ class DataSourceSuite(MethodChecks):
                 assert inside, f"{says}, and the vocabulary has {size}."
 
     def test_a_read_depends_on_its_position_alone(self) -> None:
-        """A run that resumes reads from the middle on, and each rank reads other parts."""
+        """A run that resumes prepares again and reads from the middle on, and each rank reads other parts."""
         with self._prepared() as prepared:
-            for side, stream in prepared.streams():
+            resumed = evolve(prepared, data=_prepare(prepared.layer_case, prepared.cache))
+            for (side, stream), (_, again) in zip(prepared.streams(), resumed.streams(), strict=True):
                 ids = _read(stream, 0, MOST)
                 for start in reversed(range(0, len(ids), max(1, len(ids) // 7))):
                     due = ids[start : start + 5]
-                    same = np.array_equal(_read(stream, start, len(due)), due)
-                    assert same, f"{self.plugin.name}: token {start} of {side} is another one if it is read alone."
+                    for when, of_run in (("first, by a run that resumes", again), ("alone", stream)):
+                        same = np.array_equal(_read(of_run, start, len(due)), due)
+                        says = f"{self.plugin.name}: token {start} of {side} is another one if it is read"
+                        assert same, f"{says} {when}."
 
     def test_documents_start_inside_the_range_that_is_asked_for(self) -> None:
         """Starts are ascending positions, and those of a part are among those of the whole."""

@@ -130,6 +130,19 @@ class LayoutSuite(MethodChecks):
 
         self.for_all(check, st.tuples(self.plans(), axes))
 
+    def test_along_an_axis_a_rank_stands_at_its_coordinate(self) -> None:
+        """Its position in the group over one axis. Stages are found by coordinates, and experts by positions."""
+
+        def check(plan: LayoutPlan) -> None:
+            for rank in range(plan.world):
+                for axis, coordinate in plan.coordinates(rank).items():
+                    group = plan.group(rank, (axis,))
+                    says = f"{self.plugin.name}: the coordinate of rank {rank} on {axis} is {coordinate}"
+                    position = list(group).index(rank)
+                    assert position == coordinate, f"{says}, and it stands at {position} of its group {group}."
+
+        self.for_all(check, self.plans())
+
     def test_in_an_expert_group_the_ranks_of_one_ep_position_are_neighbours(self) -> None:
         """Dispatchers derive a rank's experts from its position in the group over ep and etp: position // etp."""
 

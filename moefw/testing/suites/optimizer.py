@@ -25,12 +25,14 @@ from moefw.testing.suites.optimizer_case import (
     gradients,
     half_squares,
     halves,
+    members,
     part,
     parts,
     renamed,
     share_lost,
     subset,
     take_step,
+    tensors_of,
     with_facts,
 )
 from moefw.testing.suites.optimizer_memory_policy_case import Rested, rested
@@ -191,6 +193,20 @@ class OptimizerSuite(MatrixRuleTests):
                 optimizer.step()
             expected = {name: part(parameter, dim, rank) for name, parameter in whole.items()}
             self._same(expected, own, f"cut along {cut}")
+
+    def test_a_stack_is_updated_as_its_members(self) -> None:
+        """Parameters of their own get the bits that they get in a stack: GEMMs decide what is stacked."""
+        stacks, _ = self._after(STEPS)
+        own = members(self._drawn())
+        optimizer = self.part.build(own, self.lr)
+        for step in range(STEPS):
+            grads = gradients(step)
+            for name, facts in stacks.facts.items():
+                for member, grad in tensors_of(facts, grads[name]).items():
+                    if member in own:
+                        own[member].grad = grad
+            optimizer.step()
+        self._same(own, members(stacks), "in a stack")
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_layouts_update_alike(self, layout: str) -> None:

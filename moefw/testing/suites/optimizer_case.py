@@ -108,6 +108,24 @@ def parts(whole: TrainedParameters, dim: int, rank: int) -> TrainedParameters:
     return TrainedParameters(own, facts)
 
 
+def tensors_of(facts: ParameterFacts, stack: Tensor) -> dict[str, Tensor]:
+    """The named tensors that a parameter, or its gradient, holds."""
+    shape = next(iter(facts.tensors.values()))
+    return dict(zip(facts.tensors, stack.detach().reshape(-1, *shape), strict=True))
+
+
+def members(whole: TrainedParameters) -> TrainedParameters:
+    """The named tensors of stacks as parameters of their own, with their facts."""
+    own: dict[str, nn.Parameter] = {}
+    facts: dict[str, ParameterFacts] = {}
+    for name, stack in whole.items():
+        of_stack = whole.facts[name]
+        for member, value in tensors_of(of_stack, stack).items() if len(of_stack.tensors) > 1 else ():
+            own[member] = nn.Parameter(value.clone())
+            facts[member] = evolve(of_stack, name=member, tensors={member: tuple(value.shape)})
+    return TrainedParameters(own, facts)
+
+
 def renamed(whole: TrainedParameters) -> tuple[TrainedParameters, dict[str, str]]:
     """Copies of parameters with the same roles under misleading names, and the new name of each."""
     names = {}

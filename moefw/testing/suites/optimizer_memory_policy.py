@@ -103,6 +103,12 @@ class OptimizerMemoryPolicySuite(MethodChecks):
         (second,) = self.pool.run(rested, 1, self.model(True), STEPS)
         self._same(first, second, "when the run is repeated")
 
+    def test_a_run_that_resumes_goes_on_with_the_same_bits(self) -> None:
+        """A checkpoint holds the stored states. What a policy keeps beside them is lost."""
+        (whole,) = self.pool.run(rested, 1, self.model(True), STEPS)
+        (resumed,) = self.pool.run(rested, 1, self.model(True), STEPS, STEPS - 1)
+        self._same(whole, resumed, "after a checkpoint")
+
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_no_layout_changes_a_bit(self, layout: str) -> None:
         """A rank's share of the parameters changes no bit. A state has the shape of the part that the rank stores."""

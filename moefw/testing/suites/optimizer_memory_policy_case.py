@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moefw.compose.build import Shared
 from moefw.compose.optimizer import OptimizerUnderPolicies, blocks_of, build_optimizer
 from moefw.core.contracts import Layout
 from moefw.core.records import Canonical
@@ -45,11 +46,19 @@ def give_gradients(model: nn.Module, step: int) -> None:
                 part.copy_(piece.shard.of(drawn) if piece.shard else drawn)
 
 
-def rested(layer_case: LayerCase, steps: int) -> Rested:
-    """Run steps with given gradients; return the parameters and states after them."""
+def rested(layer_case: LayerCase, steps: int, resumed_at: int | None = None) -> Rested:
+    """Run steps with given gradients; return the parameters and states after them.
+
+    ``resumed_at``: the step before which the run ends, and another one goes on with the states of its checkpoint.
+    """
     model, assembly, layout, shared = open_model(layer_case)
     optimizer = build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
     for step in range(steps):
+        if step == resumed_at:
+            shared.close()
+            shared = Shared()
+            ended, optimizer = optimizer, build_optimizer(assembly, model, layout, torch.device("cpu"), shared)
+            _fill(optimizer, ended)
         give_gradients(model, step)
         optimizer.step()
     blocks = blocks_of(optimizer)
@@ -79,6 +88,15 @@ def rested(layer_case: LayerCase, steps: int) -> Rested:
                 values.setdefault(key, {})[piece.name] = _joined(piece, value, layout)
     shared.close()
     return Rested(parameters=parameters, states=states, values=values, shaped=shaped)
+
+
+@torch.no_grad()
+def _fill(optimizer: torch.optim.Optimizer, ended: torch.optim.Optimizer) -> None:
+    """Give an optimizer the states of another one, as a checkpoint fills them in."""
+    for parameter, states in ended.state.items():
+        own = optimizer.state[parameter]
+        for key, value in states.items():
+            own.setdefault(key, torch.zeros_like(value)).copy_(value)
 
 
 def _joined(piece: Canonical, value: Tensor, layout: Layout) -> Tensor:

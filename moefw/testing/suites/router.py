@@ -29,6 +29,7 @@ from moefw.testing.suites.routing_case import (
     of_sequences,
     shared_out,
     summed,
+    ungrouped,
 )
 from moefw.testing.suites.runs import Trained, open_context, train, whole_model
 from moefw.testing.suites.slopes import slopes
@@ -49,6 +50,9 @@ class RouterSuite(ReplayChecks, StatelessPartChecks):
     """Sizes of its layer, which the router must accept."""
     choices: ClassVar[Sequence[tuple[int, int]]] = ((8, 1), (8, 2), (16, 4), (60, 6), (64, 8))
     """Pairs of a number of experts and of choices of a token: those that the router accepts are tried."""
+
+    groups: ClassVar[tuple[int, int] | None] = None
+    """Numbers of equal groups of experts, and of those that a token may use, if ``options`` limit it."""
 
     def router(self, *, seed: int = 0, layer: int = 0, dims: Mapping[str, int] | None = None) -> Any:
         """Router of a layer with random parameters, in training mode; ``dims`` in place of those of the suite."""
@@ -117,6 +121,15 @@ class RouterSuite(ReplayChecks, StatelessPartChecks):
             few = Tokens(sequences=1, positions=5, seed=3)
             x_TD = few.x(dims["dim"])
             self._slopes_of_weights(router, x_TD, few.batch(routes={0: router(x_TD, few.batch()).expert_ids_TK}))
+
+    def test_a_token_uses_as_many_groups_of_experts_as_it_may(self) -> None:
+        """No more than ``groups`` says, also after an update; so many for some tokens, and each group for some."""
+        if self.groups is None:
+            pytest.skip(f"{self.plugin.name} is not said to limit tokens to groups of experts; set groups")
+        for router in (self.router(), self.learned_router()):
+            tokens = Tokens(sequences=4, positions=75, seed=1)
+            ids_TK = router(tokens.x(self.dims["dim"]), tokens.batch()).expert_ids_TK
+            self._complain(ungrouped(ids_TK, self.dims["num_experts"], *self.groups))
 
     def _dims_of_choices(self) -> Sequence[Mapping[str, int]]:
         """Sizes for each of ``choices`` that the router accepts; skip the check if there are none."""

@@ -223,6 +223,22 @@ def miscounted(routing: Routing, tokens: Tokens, dims: Mapping[str, int]) -> Ite
         yield f"an expert is chosen {int(kept_E.max())} times, above the capacity {routing.capacity}."
 
 
+def ungrouped(ids_TK: Tensor, num_experts: int, count: int, most: int) -> Iterator[str]:
+    """Yield the faults in the choices of tokens that use at most ``most`` of ``count`` equal groups of experts."""
+    used_TG = torch.zeros(len(ids_TK), count + 1, dtype=torch.bool)
+    used_TG.scatter_(1, ids_TK // (num_experts // count) + 1, value=True)  # -1, a dropped choice, is at 0
+    used_TG = used_TG[:, 1:]
+    tokens = f"none of {len(ids_TK)} tokens uses"
+    largest = int(used_TG.sum(1).max())
+    if largest > most:
+        yield f"a token uses {largest} of {count} groups of experts, and {most} is the most."
+    elif largest < min(most, ids_TK.shape[1]):
+        yield f"{tokens} more than {largest} of {count} groups of experts, and {most} may be used."
+    unused = (~used_TG.any(0)).nonzero().flatten().tolist()
+    if unused:
+        yield f"{tokens} the group {unused[0]} of {count}: the groups of a token are its best."
+
+
 def _cure(dims: Mapping[str, int]) -> str:
     """What to do if a router is right with other sizes alone, as expert choice is that lets a token go to all."""
     return f"If the router needs other sizes than {dict(dims)}, set `dims` of the suite."

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
+
+import pytest
 
 from moefw.testing.suites.part import MethodChecks
+
+MOST_JUMP: Final = 10.0
+"""How many times as much the last step may change the factor as any other one."""
+NO_JUMP: Final = 1e-2
+"""A change of the factor that is none to speak of."""
 
 
 class ScheduleSuite(MethodChecks):
@@ -30,6 +38,17 @@ class ScheduleSuite(MethodChecks):
         length = max(self.steps)
         learns = any(factor > 0 for factor in self._factors(length))
         assert learns, f"{self.plugin.name}: the factor is 0 in each of {length} steps."
+
+    def test_its_last_step_goes_on_as_those_before(self) -> None:
+        """In the longest run, it does not jump where no other step jumps: the last step is ``steps - 1``."""
+        length = max(self.steps)
+        if length < 3:
+            pytest.skip(f"{self.plugin.name} is tried in runs of {length} steps, of which none is before the last")
+        factors = [float(factor) for factor in self._factors(length)]
+        *jumps, last = (abs(after - before) for before, after in itertools.pairwise(factors))
+        path = f"from {factors[-2]:.3g} to {factors[-1]:.3g}"
+        says = f"{self.plugin.name}: the factor goes {path} in the last step of {length}"
+        assert last <= MOST_JUMP * max(jumps) + NO_JUMP, f"{says}; before it, no step changes it by {last:.3g}."
 
     def test_a_factor_depends_on_the_step_alone(self) -> None:
         """A run that resumes asks a new part, from the middle on."""
