@@ -56,7 +56,9 @@ class DeclarationChecks(DispatcherRunner, OfferChecks):
     @smoke
     def test_its_offers_are_values_that_parts_may_need(self) -> None:
         """As of any plugin; here the profile ``smoke`` has it, too."""
-        super().test_its_offers_are_values_that_parts_may_need()
+        wrong = self._misspelt_offers()
+        if wrong:
+            fail(wrong)
 
     def test_the_declaration_imports_no_torch(self) -> None:
         """``check``, ``plugins`` and ``--help`` import it, and they must be fast."""

@@ -135,10 +135,12 @@ class LayoutSuite(MethodChecks):
 
         def check(plan: LayoutPlan) -> None:
             for rank in range(plan.world):
-                for axis, coordinate in plan.coordinates(rank).items():
+                place = plan.coordinates(rank)
+                for axis in dict.fromkeys(itertools.chain(*self.meshes)):
+                    coordinate = place[axis]
                     group = plan.group(rank, (axis,))
+                    position = group.index(rank) if rank in group else None
                     says = f"{self.plugin.name}: the coordinate of rank {rank} on {axis} is {coordinate}"
-                    position = list(group).index(rank)
                     assert position == coordinate, f"{says}, and it stands at {position} of its group {group}."
 
         self.for_all(check, self.plans())

@@ -30,9 +30,14 @@ class OfferChecks(Suite):
 
     def test_its_offers_are_values_that_parts_may_need(self) -> None:
         """No part needs a misspelt value, and nothing else tells that the offer is of no use."""
+        wrong = self._misspelt_offers()
+        assert not wrong, wrong
+
+    def _misspelt_offers(self) -> str:
+        """Sentences about offers that no part can need; empty if there are none."""
         offered = self.offers()
         wrong = [*unknown_offers(offered), *_misspelt_mechanisms(offered)]
-        assert not wrong, "\n".join(f"{self.plugin.name} {fault}" for fault in wrong)
+        return "\n".join(f"{self.plugin.name} {fault}" for fault in wrong)
 
 
 class MethodChecks(OfferChecks):
