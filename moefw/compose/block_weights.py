@@ -24,7 +24,10 @@ from moefw.runtime.parallel.local_shards import all_of, whole
 
 @torch.no_grad()
 def take_over(layer: Layer, block: Block) -> None:
-    """Copy the weights of a block, of the experts that this rank holds. What the block has none of is zero."""
+    """Copy the weights of a block, of the experts that this rank holds. What the block has none of is zero.
+
+    What does not train in the block does not in the layer.
+    """
     tensors = block.tensors
     for parameter, pieces in by_parameter(layer.moe):
         with all_of(parameter) as values:
@@ -34,6 +37,8 @@ def take_over(layer: Layer, block: Block) -> None:
                     piece.of(values).zero_()
                 else:
                     piece.of(values).copy_(weight if piece.shard is None else piece.shard.of(weight))
+        if block.is_frozen(piece.name for piece in pieces):
+            parameter.requires_grad_(False)
 
 
 @frozen(eq=False)

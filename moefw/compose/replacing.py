@@ -92,7 +92,8 @@ def replace_moe(model: nn.Module, **sections: Unpack[Sections]) -> ReplacedBlock
 
     The layers compute what the blocks did, under the ``sections`` of a spec, as :func:`moefw.build_layer` takes them.
     Options of ``routing`` go over those of the model. Blocks are replaced one after another, and the old ones freed.
-    Parameters are fp32. Collective in an initialised world, in which every rank has the whole model.
+    Parameters are fp32; those of weights that do not train (``requires_grad``) do not either.
+    Collective in an initialised world, in which every rank has the whole model.
 
     Raises SpecError, PluginError or PlanError with every problem, before anything is replaced: for models other than
     Mixtral, OLMoE and Qwen3-MoE, and for the model's own auxiliary loss, ``output_router_logits``, whose routers go.
@@ -114,7 +115,7 @@ def replace_moe(model: nn.Module, **sections: Unpack[Sections]) -> ReplacedBlock
         block = blocks.pop(0)  # no reference to it stays, so its weights are free before the next layer is built
         take_over(layer, block)
         places.append(Place.of(layer, block))
-        replaced.append(ReplacedBlock(layer.train(block.module.training)))
+        replaced.append(ReplacedBlock(layer).train(block.module.training))
         block.replace(replaced[-1])
     return ReplacedBlocks(replaced, Saving(model, places, differing))
 

@@ -212,6 +212,28 @@ def test_a_balance_that_is_asked_for_is_a_loss_and_a_state() -> None:
         moe.losses()
 
 
+def test_weights_that_do_not_train_in_a_block_do_not_in_its_layer() -> None:
+    model = oracle("mixtral")
+    first, second = blocks_of(model)
+    first.module.experts.requires_grad_(requires_grad=False)
+    second.module.gate.requires_grad_(requires_grad=False)
+    moe = moefw.replace_moe(model)
+    model(input_ids=ids(0), labels=ids(0)).loss.backward()
+    for layer, frozen in zip(moe.layers, ({"gate_up", "down"}, {"router"}), strict=True):
+        without = {name for name, parameter in layer.named_parameters() if parameter.grad is None}
+        assert len(without) == len(frozen)
+        assert all(any(part in name for part in frozen) for name in without)
+
+
+def test_a_layer_has_the_mode_of_its_block_and_no_losses_in_evaluation() -> None:
+    model = oracle("mixtral").eval()
+    moe = moefw.replace_moe(model, routing={"balance": [{"kind": "z_loss"}]})
+    assert not any(module.training for module in model.modules())
+    model(input_ids=ids(0))
+    with pytest.raises(moefw.ContractError, match="without a forward in training"):
+        moe.losses()
+
+
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
 def test_other_families_are_refused_with_those_that_are_not(family: str) -> None:
     model = theirs(family, {**SIZES, **MODELS[family]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from moefw.core.errors import Problem
-from moefw.models.huggingface.origins import DECODER, origins_of
+from moefw.models.huggingface.origins import DECODER, Origin, origins_of
 
 NORMALISED: Final[Mapping[str, Callable[[Any], bool]]] = {
     "MixtralSparseMoeBlock": lambda block: True,
@@ -56,6 +56,13 @@ class Block:
         """The weights of the block by its own names."""
         return {name: weight.detach() for name, weight in self.module.named_parameters()}
 
+    def is_frozen(self, names: Iterable[str]) -> bool:
+        """Whether the block has weights that a layer of ours calls ``names``, and none of them trains."""
+        weights = dict(self.module.named_parameters())
+        origins = (_origin(name, weights) for name in names)
+        trains = [weights[own].requires_grad for own, _ in filter(None, origins)]
+        return bool(trains) and not any(trains)
+
     def replace(self, module: nn.Module) -> None:
         """Put ``module`` in the place of the block."""
         setattr(self.parent, self.name.rpartition(".")[2], module)
@@ -63,11 +70,20 @@ class Block:
 
 def view_of(name: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
     """View of the weight that a layer of ours calls ``name`` in ``tensors`` of a block; None: the block has none."""
+    found = _origin(name, tensors)
+    if found is None:
+        return None
+    own, origin = found
+    view: Tensor = origin.of(tensors[own])
+    return view
+
+
+def _origin(name: str, stored: Container[str]) -> tuple[str, Origin] | None:
+    """The block's own name, and the piece under it, of the weight that a layer of ours calls ``name``."""
     for origin in origins_of(f"layers.0.moe.{name}", DECODER):
-        tensor = tensors.get(origin.name.removeprefix("model.layers.0.mlp."))
-        if tensor is not None:
-            view: Tensor = origin.of(tensor)
-            return view
+        own = origin.name.removeprefix("model.layers.0.mlp.")
+        if own in stored:
+            return own, origin
     return None
 
 
