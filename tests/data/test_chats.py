@@ -165,6 +165,12 @@ def test_a_prompt_with_answers_does_not_train(chats: Any, cache: Path) -> None:
             "conversations[0].from: 'humn' is no role. Did you mean 'hum",
         ),
         ({"conversations": [{"from": [], "value": "a"}]}, "conversations[0].from: [] is no role."),
+        ({"conversations": [{"from": "gpt", "text": "a"}]}, "conversations[0] has no value: write it, as an empty"),
+        (
+            {"messages": [ASKED, {"role": "assistant", "text": "b"}]},
+            "messages[1] has no content: write it, as an empty",
+        ),
+        ({"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": []}]}, "messages[1] has no content"),
         ({"messages": [ASKED], "tools": "{"}, "tools is text that is not JSON: "),
         ({"messages": [ASKED], "tools": [3]}, "tools is a list and no list of objects"),
     ],
@@ -173,6 +179,12 @@ def test_a_row_that_is_no_conversation_is_told(row: Any, told: str) -> None:
     with pytest.raises(RowError) as caught:
         conversation(row)
     assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize("said", [{"content": ""}, {"tool_calls": [{}]}, {"reasoning_content": "hm"}])
+def test_a_message_may_say_nothing_or_something_else_than_content(said: dict[str, Any]) -> None:
+    messages = [ASKED, {"role": "assistant", **said}]
+    assert conversation({"messages": messages})["messages"] == messages
 
 
 keys = st.sampled_from(["messages", "conversations", "prompt", "completion", "tools", "system", "role", "from"])
@@ -201,7 +213,7 @@ def test_any_row_is_a_conversation_or_told(row: Any) -> None:
 def test_all_bad_lines_are_told_at_once_with_file_line_and_column(chats: Any, cache: Path) -> None:
     good = json.dumps(answered(1))
     lines = [good, '{"messages": }', "", '{"id": 3}', good, '{"messages": [{"role": "user", "content": "\\ud800"}]}']
-    chat = chats("\n".join([*lines, '{"a": Infinity, "messages": [{"role": "user", "x": NaN}]}']))
+    chat = chats("\n".join([*lines, '{"a": Infinity, "messages": [{"role": "user", "content": "b", "x": NaN}]}']))
     told = message(chat, cache)
     assert (
         told[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moefw.core.errors import Problem, nearest
+from moefw.plugins.data.chat.messages import INSTEAD_OF_CONTENT
 from moefw.plugins.data.chat.problems import Problems
 from moefw.plugins.data.corpus import Corpus, unreadable
 from moefw.plugins.data.tables import table_rows
@@ -121,7 +122,9 @@ def _conversations(row: Mapping[str, Any]) -> tuple[list[Any], int]:
         role = turn["from"]
         if not isinstance(role, str) or role not in ROLES:
             raise RowError(f"{where}.from: {role!r} is no role. {nearest(str(role), ROLES)}".rstrip("."))
-        messages.append({"role": ROLES[role], "content": turn.get("value")})
+        if turn.get("value") is None:
+            raise RowError(f"{where} has no value: write it, as an empty text if nothing was said")
+        messages.append({"role": ROLES[role], "content": turn["value"]})
     system = row.get("system")
     if isinstance(system, str) and system:
         messages.insert(0, {"role": "system", "content": system})
@@ -148,7 +151,7 @@ FORMS: Final[Mapping[str, Callable[[Mapping[str, Any]], tuple[list[Any], int]]]]
 
 
 def _checked(name: str, messages: Any) -> list[Any]:
-    """Messages, each with a role, and with content that is text, parts, or nothing."""
+    """Messages, each with a role, and with content that is text or parts, or with what stands in its place."""
     for index, message in enumerate(_listed(name, messages)):
         where = f"{name}[{index}]"
         if not isinstance(message, Mapping):
@@ -158,6 +161,8 @@ def _checked(name: str, messages: Any) -> list[Any]:
         content = message.get("content")
         if content is not None and not isinstance(content, str | list):
             raise RowError(f"{where}.content is {_kind(content)}, and neither text nor a list of parts")
+        if content is None and not any(message.get(key) for key in INSTEAD_OF_CONTENT):
+            raise RowError(f"{where} has no content: write it, as an empty text if nothing was said")
     return list(messages)
 
 

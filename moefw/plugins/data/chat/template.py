@@ -22,12 +22,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from moefw.plugins.data.chat.messages import REASONING
+
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 """First character, and the one behind the last."""
 
-REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning, the standard one first."""
 _FILE: Final = "<template>"
 """The file name that Jinja gives to the code of a template without one."""
 
