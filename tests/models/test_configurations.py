@@ -198,6 +198,17 @@ def test_a_file_that_is_no_configuration_is_named(text: str | None, says: str, t
         resolved(f"{tmp_path}/config.json")
 
 
+def test_a_folder_beside_the_spec_needs_no_slash_and_the_name_of_a_preset_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tuned", "mixtral-8x7b-tiny"):
+        Path(name).mkdir()
+        written(Path(name), {"model_type": "mixtral", **TINY})
+    assert resolved("tuned") == resolved("./tuned")
+    assert resolved("mixtral-8x7b-tiny") != resolved("./mixtral-8x7b-tiny")
+
+
 def test_an_unknown_preset_names_those_that_are_near() -> None:
     with pytest.raises(MoefwError, match=r"decoder has no preset 'deepseek-v4'\. Did you mean 'deepseek-v3'"):
         resolved("deepseek-v4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,10 +33,11 @@ class Decoder(Sizes, ModelPlugin):
     def sections(cls, preset: str) -> Mapping[str, Mapping[str, Any]] | None:
         """Sections of a spec that a preset fills; None: it is unknown.
 
-        ``preset``: a name, or the path of a ``config.json`` of Hugging Face or of its folder.
+        ``preset``: a name, or the path of a ``config.json`` of Hugging Face or of its folder. Names come first.
         """
-        is_path = "/" in preset or preset.endswith(".json")
-        return sections_of(Path(preset)) if is_path else preset_sections(preset)
+        named = preset_sections(preset)
+        is_path = "/" in preset or preset.endswith(".json") or os.path.isdir(preset)
+        return sections_of(Path(preset)) if named is None and is_path else named
 
     def dims(self) -> Dims:
         """Sizes of the MoE layers."""
