@@ -37,12 +37,23 @@ def adapter_config(assembly: Assembly) -> AdapterConfig:
 def read_adapter(module: nn.Module, assembly: Assembly, group: ProcessGroup | None) -> None:
     """Fill the adapters of a model from the folder that ``adapter.weights`` names, if it names one. Collective.
 
-    Raises CheckpointError on every rank of ``group``, before any change, with everything that is wrong with the folder,
-    or that is not what the spec says; or with all tensors that hold NaN or infinity, which are found as they are read.
+    Raises what :func:`compared_adapter` does, before any change; or CheckpointError with all tensors that hold NaN or
+    infinity, which are found as they are read.
+    """
+    folder = compared_adapter(module, assembly, group)
+    if folder is not None:
+        _fill(module, folder, group)
+
+
+def compared_adapter(module: nn.Module, assembly: Assembly, group: ProcessGroup | None) -> AdapterFolder | None:
+    """Folder that ``adapter.weights`` names, which has the adapters of a model; None: it names none. Collective.
+
+    Reads no values, so the model may be on the meta device. Raises CheckpointError on every rank of ``group`` with
+    everything that is wrong with the folder, or that is not what the spec says.
     """
     path = assembly.parts.adapter.begins_with
     if path is None:
-        return
+        return None
     num_layers = getattr(assembly.parts.model, "num_layers", assembly.site.num_layers)
     told = everywhere([[name, shape] for name, shape in wanted(module)], group)
     weights = {str(name): tuple(shape) for of_rank in told for name, shape in of_rank}
@@ -59,8 +70,7 @@ def read_adapter(module: nn.Module, assembly: Assembly, group: ProcessGroup | No
     except MoefwError as problem:
         error = problem
     raise_together(error, group)
-    assert folder is not None
-    _fill(module, folder, group)
+    return folder
 
 
 def _differences(config: AdapterConfig, folder: AdapterFolder, names: set[str], num_layers: int) -> Iterator[Problem]:

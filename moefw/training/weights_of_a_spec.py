@@ -1,15 +1,16 @@
-"""Whether the folder that ``train.weights`` names has the weights of a spec's model, found without memory for them."""
+"""Whether the folders that a spec names have the weights and adapters of its model, found without memory for them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from moefw.compose.adapter_weights import compared_adapter
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
 from moefw.compose.freezing import matches
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
-from moefw.core.errors import CheckpointError, MoefwError, PluginError, Problem, SpecError
+from moefw.core.errors import CheckpointError, MoefwError, PlanError, PluginError, Problem, SpecError
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import family_of
 from moefw.models.huggingface.folder import Folder
@@ -20,10 +21,11 @@ from moefw.training.what_trains import freeze_problems
 
 
 def compare_weights(assembly: Assembly) -> str:
-    """Compare the model with the folder of its weights. Return why that is not known here, or "".
+    """Compare the model with the folder of its weights, and that of its adapters. Return why that is not known, or "".
 
-    Raises SpecError with every tensor that the folder lacks, or has in another shape, and every pattern of
-    ``train.freeze`` that names nothing, as training does.
+    Raises SpecError with every tensor that a folder lacks, or has in another shape, and every pattern of
+    ``train.freeze`` that names nothing, as training does. Adapters are compared where the weights
+    are those of the model.
     """
     train = assembly.spec.train
     alone = {**assembly.resolved(), "parallel": {}, "pipeline": {}}
@@ -44,7 +46,8 @@ def compare_weights(assembly: Assembly) -> str:
     try:
         rules = family_of(read_config(path), path).rules
         placed(model, Folder(path), rules, num_experts=one_rank.site.dims.num_experts)
-    except (SpecError, CheckpointError) as error:
+        compared_adapter(model, one_rank, None)
+    except (SpecError, CheckpointError, PlanError) as error:
         problems += error.problems
     if problems:
         raise SpecError(problems)

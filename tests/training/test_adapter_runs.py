@@ -113,6 +113,9 @@ def test_an_adapter_of_a_run_is_loaded_by_peft_and_by_another_run(spec: Path, tm
     logits = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(input_ids=ids_BS).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
     begins = f"adapter.weights={tmp_path}/adapter"
+    moefw_says("check", spec, begins)
+    assert "alpha of the adapter is 3.0, and" in moefw_says("check", spec, begins, "adapter.alpha=3", code=2)
+    assert "adapter_model.safetensors is missing" in moefw_says("check", spec, f"{begins}s", code=2)
     moefw_says("train", spec, begins, f"run.dir={tmp_path}/next", "train.steps=1")
     assert losses(tmp_path / "next")[0] < losses(tmp_path / "run")[0]
     kept = YAML(typ="safe").load(tmp_path / "next" / "spec.yaml")
