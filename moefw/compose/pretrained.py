@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Never, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
 from moefw.compose.devices import Device, device_here
+from moefw.compose.freeze_patterns import useless_patterns
 from moefw.compose.given_routes import RoutesOfText
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.router_steps import RouterSteps, mean_scale
@@ -238,6 +239,16 @@ class Pretrained(nn.Module):
         """
         self._steps.update()
 
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        """Raise ContractError: process groups and functions of this process are no data."""
+        fix = "Use moefw.save_pretrained(model, FOLDER), or save model.state_dict()."
+        raise ContractError("a model of from_pretrained cannot be pickled, as torch.save(model) does.", fix)
+
+    def __deepcopy__(self, memo: Any) -> Never:
+        """Raise ContractError: regions under a memory policy would go on to use the original's weights."""
+        fix = "Call from_pretrained a second time, and use load_state_dict()."
+        raise ContractError("a model of from_pretrained cannot be copied.", fix)
+
 
 def from_pretrained(path: str | Path, *, device: Device = "cpu", **sections: Mapping[str, Any]) -> Pretrained:
     """Model in a Hugging Face folder, in training mode. Collective in an initialised world.
@@ -245,10 +256,12 @@ def from_pretrained(path: str | Path, *, device: Device = "cpu", **sections: Map
     ``sections``: those of a spec, such as ``precision={"use": "bf16"}`` or ``parallel={"experts": {"ep": 8}}``.
     Parameters are fp32; FP8, MXFP4 and NVFP4 are read as bf16. With ``adapter={"use": "lora"}`` these are frozen, and
     held in the dtype of the folder, or with ``train={"frozen_weights": "as_stored"}`` as its codes, and new adapters
-    train beside them. Each rank reads its own experts. Raises SpecError for a configuration that is not supported, or
-    codes that a rank cannot hold, PlanError for sections that do not fit, and CheckpointError for tensors that are
-    damaged, not finite, missing, left over or of another shape. A model that cannot be trained may still compute: a
-    router whose weights are always 1 (top-1, normalised) gets no gradient from them, here as in ``transformers``.
+    train beside them; ``train={"freeze": [...]}`` freezes some alone. Each rank reads its own experts.
+
+    Raises SpecError for a configuration that is not supported, codes that a rank cannot hold, or patterns that name
+    nothing, PlanError for sections that do not fit, and CheckpointError for tensors that are damaged, not finite,
+    missing, left over or of another shape. A model that cannot be trained may still compute: a router whose weights are
+    always 1 (top-1, normalised) gets no gradient from them, here as in ``transformers``.
     """
     root = Path(path)
     if not root.is_dir():
@@ -256,13 +269,15 @@ def from_pretrained(path: str | Path, *, device: Device = "cpu", **sections: Map
         raise SpecError(f"{root} is no folder.", f"{fix} hf download NAME --local-dir DIR fetches one from the hub.")
     model = {"preset": str(root / "config.json"), **sections.get("model", {})}
     place = device_here(device)
-    tree: Tree = {"run": {"device": place.type}, **sections, "model": model}
-    if "adapter" in sections:
-        tree["train"] = {"weights": str(root), **sections.get("train", {})}
+    train = {"weights": str(root), **sections.get("train", {})}
+    tree: Tree = {"run": {"device": place.type}, **sections, "model": model, "train": train}
     world = dist.get_world_size() if dist.is_initialized() else 1
     assembly = assemble_tree(tree, Marks("from_pretrained"), defaults=defaults(), world=world, trains=False)
     layout = open_layout(assembly, place.type)
     module = build_model(assembly, layout, place, Shared())
+    useless = useless_patterns(module, assembly.frozen, layout.host_group())
+    if useless:
+        raise SpecError(useless)
     initialise_adapters(module, seed=assembly.spec.run.seed)
     source = read_weights(module, root, assembly, layout.host_group())
     return Pretrained(module, assembly, layout, source, balances="routing" in sections)

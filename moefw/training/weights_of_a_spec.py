@@ -7,15 +7,13 @@ from pathlib import Path
 from moefw.compose.adapter_weights import compared_adapter
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
-from moefw.compose.freezing import matches
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
-from moefw.core.errors import CheckpointError, MoefwError, PlanError, PluginError, Problem, SpecError
+from moefw.core.errors import CheckpointError, MoefwError, PlanError, PluginError, SpecError
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import family_of
 from moefw.models.huggingface.folder import Folder
 from moefw.models.huggingface.loading import placed
-from moefw.runtime.naming import canonical_parameters
 from moefw.training.new_run import on_meta
 from moefw.training.what_trains import freeze_problems
 
@@ -36,12 +34,7 @@ def compare_weights(assembly: Assembly) -> str:
         raise
     except (MoefwError, RuntimeError) as error:  # a part needs what this machine lacks
         return str(error)
-    problems: list[Problem] = []
-    if one_rank.frozen:
-        known = [piece.name for piece in canonical_parameters(model) if not piece.of_adapter]
-        unused = [pattern for pattern in one_rank.frozen if not any(matches(name, [pattern]) for name in known)]
-        trains = any(parameter.requires_grad for parameter in model.parameters())
-        problems += freeze_problems(unused, known, trains=trains)
+    problems = freeze_problems(model, one_rank.frozen, None)
     path = Path(train.weights or "")
     try:
         rules = family_of(read_config(path), path).rules

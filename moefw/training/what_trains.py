@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
 
 from attrs import frozen
+from torch import nn
+from torch.distributed import ProcessGroup
 
-from moefw.compose.freezing import matches
-from moefw.core.errors import Problem, SpecError, nearest
+from moefw.compose.freeze_patterns import FREEZE, useless_patterns
+from moefw.core.errors import Problem, SpecError
 from moefw.runtime.communication.agreement import everywhere
-from moefw.runtime.naming import canonical_parameters
 from moefw.runtime.parallel.holders import holdings
 from moefw.runtime.parallel.local_shards import num_stored
 from moefw.runtime.parallel.parts import PARTS, part_of_each
 from moefw.training.session import Session
-
-FREEZE: Final = "train.freeze"
 
 
 @frozen(kw_only=True)
@@ -60,29 +58,17 @@ def parameters_of(session: Session) -> Parameters:
 
 def require_sensible_freeze(session: Session) -> None:
     """Raise SpecError on every rank if a pattern of ``train.freeze`` names nothing, or nothing trains. Collective."""
-    patterns = session.assembly.frozen
-    if not patterns:
-        return
-    names = [piece.name for piece in canonical_parameters(session.model) if not piece.of_adapter]
-    trains = any(parameter.requires_grad for parameter in session.model.parameters())
-    own = [[any(matches(name, [pattern]) for name in names) for pattern in patterns], trains]
-    answers = everywhere(own, session.layout.host_group())
-    unused = [pattern for number, pattern in enumerate(patterns) if not any(matched[number] for matched, _ in answers)]
-    of_ranks = everywhere(names, session.layout.host_group()) if unused else []
-    known = {str(name) for of_rank in of_ranks for name in of_rank}
-    problems = freeze_problems(unused, known, trains=any(trains for _, trains in answers))
+    problems = freeze_problems(session.model, session.assembly.frozen, session.layout.host_group())
     if problems:
         raise SpecError(problems)
 
 
-def freeze_problems(unused: Sequence[str], known: Collection[str], *, trains: bool) -> list[Problem]:
-    """Patterns of ``train.freeze`` that are of no use, given those that match none of the ``known`` names of weights.
-
-    ``trains``: whether any weight does.
-    """
-    if not unused and not trains:
-        return [Problem("it names every weight, so nothing trains.", "Leave some out.", FREEZE)]
-    return [
-        Problem(f"no weight of the model has a name like {pattern!r}.", nearest(pattern, known), FREEZE)
-        for pattern in unused
-    ]
+def freeze_problems(model: nn.Module, patterns: Sequence[str], group: ProcessGroup | None) -> list[Problem]:
+    """What is wrong with patterns of ``train.freeze``: some name no weight, or together they name all. Collective."""
+    if not patterns:
+        return []
+    useless = useless_patterns(model, patterns, group)
+    trains = everywhere(any(parameter.requires_grad for parameter in model.parameters()), group)
+    if useless or any(trains):
+        return useless
+    return [Problem("it names every weight, so nothing trains.", "Leave some out.", FREEZE)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -42,6 +43,27 @@ def test_a_module_returns_the_logits_of_transformers(family: str, tmp_path: Path
     model = moefw.from_pretrained(tmp_path)
     wanted = oracle(input_ids=IDS).logits
     assert (model(IDS) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_patterns_freeze_weights_and_one_that_names_none_is_told(tmp_path: Path) -> None:
+    oracle = model_of("mixtral")
+    oracle.save_pretrained(tmp_path)
+    model = moefw.from_pretrained(tmp_path, train={"freeze": ["layers.*.moe.*"]})
+    trains = {name for name, parameter in model.module.named_parameters() if parameter.requires_grad}
+    assert trains == {name for name, _ in model.module.named_parameters() if ".moe." not in name}
+    wanted = oracle(input_ids=IDS).logits
+    assert (model(IDS) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    with pytest.raises(SpecError, match=r"train\.freeze: no weight of the model has a name like 'layers\.\*\.mlp\.\*'"):
+        moefw.from_pretrained(tmp_path, train={"freeze": ["layers.*.moe.*", "layers.*.mlp.*"]})
+
+
+def test_a_copy_or_a_pickle_of_a_model_says_what_to_do_instead(tmp_path: Path) -> None:
+    model_of("mixtral").save_pretrained(tmp_path)
+    model = moefw.from_pretrained(tmp_path)
+    with pytest.raises(moefw.ContractError, match=r"cannot be copied\. Call from_pretrained a second time"):
+        copy.deepcopy(model)
+    with pytest.raises(moefw.ContractError, match=r"cannot be pickled, .* Use moefw\.save_pretrained"):
+        torch.save(model, tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize(
