@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack, final
@@ -27,11 +28,14 @@ class ReplacedBlock(nn.Module):
         super().__init__()
         self.layer = layer
         self.losses: Tensor | None = None
+        self.balances = False
+        """Whether the last forward made auxiliary losses."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Output for ``(B, S, D)``, of all tokens: a block is told of no padding."""
         output: LayerOutput = self.layer(hidden_states)
         self.losses = output.losses if self.training else None
+        self.balances = bool(output.stats.aux_losses)
         return output.out
 
 
@@ -51,14 +55,18 @@ class ReplacedBlocks:
     def losses(self) -> Tensor:
         """Sum of the auxiliary losses of the last forward in training; see :class:`moefw.LayerOutput`.
 
-        Raises ContractError if there was none since the last call.
+        Warns of losses without a gradient. Raises ContractError if there was no such forward since the last call.
         """
         losses = [block.losses for block in self._blocks if block.losses is not None]
         if len(losses) < len(self._blocks):
             raise ContractError("losses() without a forward in training before it.", "Call the model first.")
         for block in self._blocks:
             block.losses = None
-        return torch.stack(losses).sum()
+        total = torch.stack(losses).sum()
+        if torch.is_grad_enabled() and not total.requires_grad and any(block.balances for block in self._blocks):
+            what = "losses() has no gradient, as the forward before it kept no graph, so it balances nothing."
+            warnings.warn(f"{what} Under gradient checkpointing, choose use_reentrant=False.", stacklevel=2)
+        return total
 
     def update(self) -> None:
         """Advance the state of the routers: see :meth:`moefw.Layer.update`."""

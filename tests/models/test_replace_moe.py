@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,20 @@ def test_a_balance_that_is_asked_for_is_a_loss_and_a_state() -> None:
     assert all(layer.moe.router.expert_bias.any() for layer in moe.layers)  # type: ignore[union-attr,operator]
     with pytest.raises(moefw.ContractError, match="without a forward in training"):
         moe.losses()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_losses_that_gradient_checkpointing_leaves_without_a_gradient_warn(reentrant: bool) -> None:
+    model = oracle("mixtral")
+    moe = moefw.replace_moe(model, routing={"balance": [{"kind": "z_loss"}]})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model(input_ids=ids(0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = moe.losses()
+    assert losses.requires_grad is not reentrant
+    assert any("losses() has no gradient" in str(warning.message) for warning in caught) is reentrant
 
 
 def test_weights_that_do_not_train_in_a_block_do_not_in_its_layer() -> None:
