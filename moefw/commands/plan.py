@@ -18,6 +18,7 @@ from moefw.compose.registry import Registry
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError, SpecError, os_reason
 from moefw.planner.prediction import Circumstances, Prediction, predict
+from moefw.planner.skew import EVEN
 from moefw.system.folders import cache_dir
 
 if TYPE_CHECKING:
@@ -32,6 +33,16 @@ def _number(_: click.Context, __: click.Parameter, value: float) -> float:
     if isnan(value):
         raise click.BadParameter("it is no number.")
     return value
+
+
+SKEW = click.option(
+    "--skew",
+    type=click.FloatRange(min=1.0, max=1000.0),
+    callback=_number,
+    default=EVEN,
+    help="Rows of the rank with most, beside the mean: tell its memory, and wait for it; 1, the default, is even.",
+)
+"""The option of commands that predict a step."""
 
 
 @click.command()
@@ -59,13 +70,7 @@ def _number(_: click.Context, __: click.Parameter, value: float) -> float:
     metavar="NAME|FILE.yaml",
     help="Predict the time of other software: an implementation, or a file.",
 )
-@click.option(
-    "--skew",
-    type=click.FloatRange(min=1.0, max=1000.0),
-    callback=_number,
-    default=1.0,
-    help="Rows of the rank with most, beside the mean; 1, the default, is forced balance.",
-)
+@SKEW
 @click.option(
     "--compare",
     multiple=True,

@@ -31,6 +31,8 @@ def show(plan: Ledger) -> None:
 def show_prediction(prediction: Prediction) -> None:
     """Print a plan, what it is on its cluster, what to try there, and what tokens cost."""
     show(prediction.plan)
+    if prediction.notes:
+        click.echo("\n" + "\n".join(prediction.notes))
     _show_on_cluster(prediction)
     if prediction.advice:
         show_sheet(what_to_try(prediction.advice))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from ruamel.yaml import YAML
 
-from moefw.commands.plan import PLANS
+from moefw.commands.plan import PLANS, SKEW
 from moefw.commands.tables import print_table
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
@@ -23,9 +23,10 @@ from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Tree, read_spec_file
 from moefw.compose.spec.structure import plain
 from moefw.core.errors import MoefwError, Problem, SpecError, os_reason
+from moefw.planner import Ledger, ledger
 from moefw.planner import cluster as clusters
-from moefw.planner import ledger
 from moefw.planner.sheets import GIB
+from moefw.planner.skew import EVEN
 from moefw.planner.time import software
 from moefw.planner.time.forecast import Forecast
 from moefw.planner.time.likeness import error_of_ratio, held_out
@@ -59,9 +60,7 @@ RANKS_PER_NODE = ("parallel", "ranks_per_node")
 @click.option("--vary", multiple=True, type=click.Choice(NAMES), help="Vary this alone; may be given several times.")
 @click.option("--keep", multiple=True, type=click.Choice(NAMES), help="Keep this as SPEC has it.")
 @click.option("--as", "runs_as", metavar="NAME|FILE.yaml", help="Predict the time of other software.")
-@click.option(
-    "--skew", type=click.FloatRange(min=1.0), default=1.0, help="Rows of the rank with most, beside the mean."
-)
+@SKEW
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE.yaml", help="Write the best spec.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def tune(
@@ -85,7 +84,7 @@ def tune(
     """
     try:
         runs = software.Software() if runs_as is None else software.read(runs_as)
-        where = _where(cluster, runs, skew)
+        where = _where(cluster, runs)
         problems: list[Problem] = []
         tree, marks = read_spec_file(Path(spec), overrides, problems)
         registry = Registry()
@@ -110,7 +109,7 @@ def tune(
         if any(axis.kind == "schedule" for axis in space.axes):
             # Each schedule has its own overlap, whatever the software is set to.
             where = evolve(where, runs=evolve(where.runs, ep_overlap=None))
-        excerpts = Excerpts(resolve, cache_dir() / EXCERPTS)
+        excerpts = Excerpts(resolve, cache_dir() / EXCERPTS, skew if skew > EVEN else None)
         with _progress(candidates) as said:
             search = Search(space, where, resolve, excerpts, said)
             search.run(candidates, seed)
@@ -133,9 +132,9 @@ def tune(
     return 0
 
 
-def _where(cluster: str, runs: software.Software, skew: float) -> Where:
+def _where(cluster: str, runs: software.Software) -> Where:
     """Where candidates run, on one GPU yet. Raises SpecError for a cluster that cannot be read."""
-    return Where(world=1, cluster=clusters.read(cluster), name=Path(cluster).stem, runs=runs, skew=skew)
+    return Where(world=1, cluster=clusters.read(cluster), name=Path(cluster).stem, runs=runs)
 
 
 def _nodes(own: Assembly, where: Where) -> Settings:
@@ -169,8 +168,12 @@ def _recommended(search: Search) -> tuple[Candidate, Forecast, Sequence[str]]:
 
 def _planned(search: Search) -> tuple[Candidate, Forecast]:
     """First of the tied group that is still the first when it is planned whole. Raises PlanError if there is none."""
+
+    def planned_whole(assembly: Assembly) -> Ledger:
+        return ledger(assembly, cache=cache_dir() / PLANS, skew=search.excerpts.skew)
+
     while group := tied(search.candidates):
-        best, time = search.exact(group[0], lambda assembly: ledger(assembly, cache=cache_dir() / PLANS))
+        best, time = search.exact(group[0], planned_whole)
         if time is not None and next(iter(tied(search.candidates)), None) is best:
             return best, time
     raise impossible(search)

@@ -60,7 +60,7 @@ class Comparison:
         return [sheet for sheet in made if sheet.rows]
 
     def in_words(self) -> list[str]:
-        """Which fits, which is faster, as far as that is known, and what a time leaves out."""
+        """Which fits, which is faster, as far as that is known, and what a plan takes for granted, or leaves out."""
         lines = []
         for letter, prediction in zip("AB", self.predictions, strict=True):
             circumstances = prediction.circumstances
@@ -72,8 +72,8 @@ class Comparison:
         for letter, prediction in zip("AB", self.predictions, strict=True):
             if prediction.plan.unknown:
                 lines.append(f"{letter}: its work and its peak are unknown here: {prediction.plan.unknown}")
-            notes = () if prediction.time is None else prediction.time.notes
-            lines += [f"{letter}: {note}" for note in notes]
+            of_time = () if prediction.time is None else prediction.time.notes
+            lines += [f"{letter}: {note}" for note in (*prediction.notes, *of_time)]
             if prediction.lacking:
                 lines.append(f"{letter}: no time of a step: the cluster has no {', '.join(prediction.lacking)}")
         return lines

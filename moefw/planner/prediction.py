@@ -21,6 +21,8 @@ from moefw.planner.cluster import Cluster
 from moefw.planner.formats import unmultiplied
 from moefw.planner.plans import ledger
 from moefw.planner.report import Ledger
+from moefw.planner.skew import EVEN
+from moefw.planner.skew_in_words import in_words
 from moefw.planner.time import software
 from moefw.planner.time.software import Software
 
@@ -39,7 +41,7 @@ class Circumstances:
     cluster_name: str | None = None
     cluster: Cluster | None = None
     runs: Software = Software()
-    skew: float = 1.0
+    skew: float = EVEN
     needs_time: bool = False
     """Whether something was asked that the time of a step alone answers."""
 
@@ -52,15 +54,14 @@ class Circumstances:
     @classmethod
     def read(cls, cluster: str | None, runs_as: str | None, skew: float) -> Circumstances:
         """Circumstances of the command line. Raises SpecError for a name or a file that cannot be read."""
-        needs_time = runs_as is not None or skew != 1.0
-        if cluster is None and needs_time:
-            raise SpecError("--as and --skew: time needs a cluster.", "Add --cluster NAME.")
+        if cluster is None and runs_as is not None:
+            raise SpecError("--as: time needs a cluster.", "Add --cluster NAME.")
         return cls(
             cluster_name=cluster,
             cluster=None if cluster is None else clusters.read(cluster),
             runs=Software() if runs_as is None else software.read(runs_as),
             skew=skew,
-            needs_time=needs_time,
+            needs_time=runs_as is not None,
         )
 
 
@@ -87,6 +88,8 @@ class Prediction:
             from moefw.planner.sheets import on_cluster
 
             data["cluster"] = on_cluster(cluster, self.circumstances.cluster_name, self.plan)
+        if self.notes:
+            data["notes"] = list(self.notes)
         if self.time is not None:
             data["time"] = self.time.to_data()
             data["seconds"] = dict(self.time.step.categories)
@@ -94,6 +97,11 @@ class Prediction:
         if self.budget is not None:
             data["budget"] = self.budget.to_data()
         return data
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What skewed routing changes of the plan, and what bounds it."""
+        return tuple(in_words(self.assembly, self.plan, self.circumstances.skew))
 
     def with_advice(self, assemble: Callable[[Sequence[str]], Assembly]) -> Prediction:
         """This with what to try, where the time of a step is known. ``assemble``: the spec with more overrides."""
@@ -131,7 +139,8 @@ def predict(assembly: Assembly, circumstances: Circumstances, cache: Path) -> Pr
         problem = unmultiplied(assembly.parts.precision, cluster, circumstances.cluster_name)
         if problem is not None:
             raise PlanError([problem])
-    plan = ledger(assembly, cache=cache)
+    skew = circumstances.skew
+    plan = ledger(assembly, cache=cache, skew=skew if skew > EVEN else None)
     if cluster is None:
         return Prediction(assembly=assembly, plan=plan, circumstances=circumstances, time=None)
     from moefw.planner.time.forecast import HOW_TO_ADD, lacks
@@ -139,7 +148,7 @@ def predict(assembly: Assembly, circumstances: Circumstances, cache: Path) -> Pr
     lacking = tuple(lacks(cluster, plan, circumstances.runs))
     if lacking and circumstances.needs_time:
         name = circumstances.cluster_name
-        what = f"--as and --skew: the cluster {name} has no {', '.join(lacking)}, which time needs."
+        what = f"--as: the cluster {name} has no {', '.join(lacking)}, which time needs."
         raise SpecError(what, HOW_TO_ADD)
     return Prediction(
         assembly=assembly,
@@ -157,4 +166,4 @@ def _time(assembly: Assembly, plan: Ledger, circumstances: Circumstances) -> For
     from moefw.planner.time.forecast import forecast
 
     name = Path(circumstances.cluster_name).stem
-    return forecast(assembly, plan, cluster, name, circumstances.runs, skew=circumstances.skew)
+    return forecast(assembly, plan, cluster, name, circumstances.runs)

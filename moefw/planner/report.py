@@ -13,6 +13,8 @@ AGAIN: Final = "again"
 """What a product is for that backward computes once more, although no policy asks for it: attention's scores."""
 MODEL_PHASES: Final = ("forward", "backward")
 ROUTER: Final = "router"
+OF_SKEW: Final = ("skew", "even_peak_bytes")
+"""What a ledger has of skewed routing alone."""
 
 
 @frozen(kw_only=True)
@@ -217,7 +219,8 @@ class Ledger:
     ``pools``: bytes that policies keep from step to step. ``peak`` is None if a part cannot run on this machine;
     ``unknown`` is the reason, and only ``held`` is known. ``positions``: all of pp. ``flops_per_token``: what the model
     asks for, :func:`model_flops` of all ranks; None: unknown. ``modelled``: the parts that cannot run here, each with
-    that which was measured in its place.
+    that which was measured in its place. ``skew``: rows of the rank, which then is the one with most, beside the mean;
+    None: routing is even. ``even_peak_bytes``: its peak under even routing. Work is of even routing in any case.
     """
 
     world: int
@@ -236,6 +239,8 @@ class Ledger:
     positions: tuple[Position, ...] = ()
     flops_per_token: float | None = None
     modelled: tuple[str, ...] = ()
+    skew: float | None = None
+    even_peak_bytes: int | None = None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -255,10 +260,15 @@ class Ledger:
     @property
     def ranks(self) -> str:
         """The ranks that have this ledger, in words; in a pipeline, those that need most memory."""
-        if self.stages == 1:
-            return "the rank" if self.world == 1 else f"each of {self.world} ranks"
         ranks = self.world // self.stages
-        who = "the rank" if ranks == 1 else f"each of the {ranks} ranks"
+        if self.skew not in (None, 1.0):
+            who = f"a rank with {self.skew:g} times the mean of rows, of {ranks} ranks"
+        elif self.stages == 1:
+            who = "the rank" if self.world == 1 else f"each of {self.world} ranks"
+        else:
+            who = "the rank" if ranks == 1 else f"each of the {ranks} ranks"
+        if self.stages == 1:
+            return who
         return f"{who} at position {self.position + 1} of {self.stages} on pp (passes in flight: {self.in_flight})"
 
     @property
@@ -271,14 +281,35 @@ class Ledger:
         """The sum of all regions by column."""
         return {column: sum(getattr(row, column) for row in self.regions) for column in COLUMNS}
 
+    def with_work_of(self, even: Ledger) -> Ledger:
+        """This with the work and the peak of the same step under even routing."""
+        if self.unknown or even.unknown:
+            return self
+        positions = tuple(
+            evolve(own, work=other.work) for own, other in zip(self.positions, even.positions, strict=True)
+        )
+        work = next(each.work for each in positions if self.position in each.at)
+        return evolve(
+            self,
+            positions=positions,
+            work=work,
+            flops_per_token=even.flops_per_token,
+            even_peak_bytes=even.peak_bytes,
+        )
+
     def to_data(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**asdict(self), "totals": self.totals, "peak_bytes": self.peak_bytes, "dtype": self.dtype}
+        """Plain data. What is of skewed routing is in it if routing is that."""
+        data = {**asdict(self), "totals": self.totals, "peak_bytes": self.peak_bytes, "dtype": self.dtype}
+        if self.skew is None:
+            for name in OF_SKEW:
+                del data[name]
+        return data
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Ledger:
         """Ledger of :meth:`to_data`."""
-        values = {field.name: data[field.name] for field in fields(cls)}
+        values = {field.name: data[field.name] for field in fields(cls) if field.name not in OF_SKEW}
+        values |= {name: data[name] for name in OF_SKEW if name in data}
         values["held"] = Held(**data["held"])
         values["peak"] = None if data["peak"] is None else Peak(**data["peak"])
         values["regions"] = tuple(RegionTotals(**row) for row in data["regions"])

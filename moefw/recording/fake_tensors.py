@@ -19,6 +19,7 @@ from moefw.recording.collectives import WAIT, Collective, collective_of
 from moefw.recording.even_routing import CHOOSING, chosen_evenly
 from moefw.recording.known_results import KnownResults
 from moefw.recording.patches import Mode, fake_mode, holds_dtensor, meshes_with_values
+from moefw.recording.skew import Skew
 from moefw.recording.tensors import tensors_in
 
 INDICES: Final = (torch.int64, torch.int32, torch.bool)
@@ -42,8 +43,8 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
-    """Act as ``rank`` of ``world`` ranks that all do the same. Routing is even.
+def fake_tensor_world(rank: int, world: int, skew: Skew | None = None) -> Iterator[None]:
+    """Act as ``rank`` of ``world`` ranks that all do the same. Routing is even, or as ``skew`` says.
 
     Tensors have shapes and no values, except those that are computed from indices alone, also across ranks. On the
     host, a missing number reads as 0.0 and a missing truth value as True; a missing integer raises ContractError.
@@ -51,7 +52,7 @@ def fake_tensor_world(rank: int, world: int) -> Iterator[None]:
     with fake_world(rank, world):
         fake = fake_mode()
         fake.allow_non_fake_inputs = True
-        with _RealIndices(fake):
+        with _RealIndices(fake, skew):
             yield
 
 
@@ -76,9 +77,10 @@ class _RealIndices(Mode):
     A tensor is fake if it has no values. Results of operators with a fake input are fake, except what routing chooses.
     """
 
-    def __init__(self, fake: KnownResults) -> None:
+    def __init__(self, fake: KnownResults, skew: Skew | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
+        self.skew = skew
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, with values if all of its inputs have them and are indices."""
@@ -103,7 +105,7 @@ class _RealIndices(Mode):
         if func is torch.ops.aten._grouped_mm.default and tensors[0].dtype is not torch.bfloat16:
             return _grouped(args, kwargs)
         result = self.fake.of(func, args, kwargs)
-        return chosen_evenly(func, args, kwargs, result) if func in CHOOSING else result
+        return chosen_evenly(func, args, kwargs, result, self.skew) if func in CHOOSING else result
 
     def _created(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Result of an operator without tensor inputs; indices have values if they are to."""

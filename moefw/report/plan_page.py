@@ -90,6 +90,8 @@ def _answer(prediction: Prediction) -> Section:
     if prediction.lacking:
         what = f"No time of a step: the cluster has no {several(prediction.lacking)}. {HOW_TO_ADD}"
         blocks.append(Words([what], quiet=True))
+    if prediction.notes:
+        blocks.append(Words([f"{note[0].upper()}{note[1:]}." for note in prediction.notes], quiet=True))
     if prediction.budget is not None:
         blocks.append(Words(prediction.budget.in_words().splitlines()))
     return Section("outcome", "Outcome", blocks)

@@ -76,12 +76,15 @@ def test_work_is_compared_at_the_positions_that_have_most_wherever_memory_peaks(
     assert row[-1] == "0"
 
 
-def test_what_a_time_leaves_out_is_told_of_each_plan(tmp_path: Path) -> None:
+def test_what_a_plan_takes_for_granted_is_told_of_each_plan(tmp_path: Path) -> None:
     spec = small_spec(tmp_path)
-    shown = say("plan", spec, "--cluster", "h100", "--skew", "1.5", "--compare", "train.micro_batch=4").out
-    notes = json.loads(say("plan", spec, "--cluster", "h100", "--skew", "1.5", "--json").out)["time"]["notes"]
-    assert f"A: {notes[0]}" in shown
-    assert shown.count(" of even routing") == 2
+    shown = say(
+        "plan", spec, "parallel.experts.ep=2", "--cluster", "h100", "--skew", "1.5", "--compare", "train.micro_batch=4"
+    ).out
+    data = json.loads(say("plan", spec, "parallel.experts.ep=2", "--cluster", "h100", "--skew", "1.5", "--json").out)
+    for note in (*data["notes"], *data["time"]["notes"]):
+        assert f"A: {note}" in shown
+    assert shown.count("the error bar is of even routing") == 2
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -66,8 +67,9 @@ def search_of(
     runs: Software = Software(),  # noqa: B008 - it is frozen
     keep: tuple[str, ...] = (),
     pipeline: Mapping[str, Any] | None = None,
+    skew: float | None = None,
 ) -> Search:
-    """Search around ``TREE``, with a schedule of a third party. ``gib``: memory of a GPU.
+    """Search around ``TREE``, with a schedule of a third party. ``gib``: memory of a GPU. ``skew``: of its memory.
 
     ``pipeline``: the schedule of the spec itself.
     """
@@ -85,7 +87,7 @@ def search_of(
     if gib is not None:
         cluster = evolve(cluster, gpu=evolve(cluster.gpu, memory_gib=Figure(value=gib, source="https://a.test")))
     where = Where(world=WORLD, cluster=cluster, name="h100", runs=runs)
-    return Search(space_of(own, registry.parts(), vary, {}, keep), where, resolve, Excerpts(resolve, cache))
+    return Search(space_of(own, registry.parts(), vary, {}, keep), where, resolve, Excerpts(resolve, cache, skew))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,30 @@ def test_a_composed_candidate_is_as_fast_and_as_large_as_its_whole_plan(settings
     whole, _ = search.exact(composed, ledger)
     assert composed.step_s == pytest.approx(whole.step_s, rel=0.01)
     assert composed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+
+
+BUDGET: Settings = {("dispatch",): {"use": "alltoall", "rank_capacity": 1.25, "on_overflow": "rerun"}}
+RECOMPUTED: Settings = {MEMORY: [{"use": "recompute", "regions": ["mlp_norm", "dispatch", "expert_fc1"]}]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="pp 2"),
+        pytest.param({PP: 1, EP: 8, **SHARDED, **RECOMPUTED}, id="without pp"),
+        pytest.param({EP: 2, **MERGED, **ZERO_1}, id="merged, whole gradients"),
+        pytest.param(BUDGET, id="run again"),
+        pytest.param({PP: 1, EP: 1}, id="without ep"),
+    ],
+)
+def test_a_composed_candidate_is_as_large_as_its_whole_plan_on_the_rank_with_most_rows(settings: Settings) -> None:
+    search, even = search_of(skew=1.5), search_of()
+    composed, balanced = (each.look({**each.space.own, **settings}) for each in (search, even))
+    whole, _ = search.exact(composed, partial(ledger, skew=1.5))
+    assert composed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+    assert composed.step_s == pytest.approx(whole.step_s, rel=0.01)
+    has_more = settings.get(EP) != 1
+    assert (composed.peak_bytes > balanced.peak_bytes, composed.step_s > balanced.step_s) == (has_more, has_more)
 
 
 def test_each_position_of_a_composed_candidate_is_as_large_as_in_its_whole_plan() -> None:

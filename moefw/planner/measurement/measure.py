@@ -25,8 +25,10 @@ from moefw.planner.measurement.gradient_sums import GradientSums
 from moefw.planner.measurement.layers import RunLayer
 from moefw.planner.measurement.micro_batch import BUFFERS, FP32, POOL, MicroBatch, RegionsAround
 from moefw.planner.measurement.optimizer_states import measure_states
+from moefw.planner.measurement.skewed import skew_of
 from moefw.planner.measurement.usage import Usage
 from moefw.planner.report import Held, Ledger, Peak, Position, RegionTotals, model_flops
+from moefw.planner.skew import runs_again
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.known_functions import functions_known
 from moefw.recording.places import OUTSIDE, Place
@@ -45,14 +47,14 @@ WEIGHTS: Final = "weights"
 """The row of copies of parameters, whichever region saves them."""
 
 
-def measure(assembly: Assembly, micro_batches: int) -> Ledger:
+def measure(assembly: Assembly, micro_batches: int, skew: float | None = None) -> Ledger:
     """Ledger of a rank for steps of ``micro_batches``: at the position on pp that needs most memory.
 
-    Routing is even. The ledger has no peak if a part raises MoefwError or RuntimeError, the errors of what is missing
-    or needs values.
+    Routing is even; with ``skew``, the rank has so many times the mean of rows, in its work, too. The ledger has no
+    peak if a part raises MoefwError or RuntimeError, the errors of what is missing or needs values.
     """
     alike = alike_positions(assembly, micro_batches)
-    measured = [_under_policies(assembly, micro_batches, position) for position in alike]
+    measured = [_under_policies(assembly, micro_batches, position, skew) for position in alike]
     positions = tuple(
         Position(at=tuple(at), peak_bytes=each.ledger.peak_bytes, work=each.ledger.work)
         for each, at in zip(measured, alike.values(), strict=True)
@@ -100,10 +102,10 @@ class _Recorded:
     layers: Sequence[RunLayer] = ()
 
 
-def _under_policies(assembly: Assembly, count: int, position: int) -> _Recorded:
+def _under_policies(assembly: Assembly, count: int, position: int, skew: float | None = None) -> _Recorded:
     """Ledger of a position, and the layers that ran for it; none if it is unknown."""
     try:
-        recorded_position = _ledger(assembly, count, position)
+        recorded_position = _ledger(assembly, count, position, skew)
     except (MoefwError, RuntimeError) as error:
         held = _held(_that_builds(assembly), count, position)
         unknown = _Recorded(evolve(held, unknown=str(error)))
@@ -111,7 +113,7 @@ def _under_policies(assembly: Assembly, count: int, position: int) -> _Recorded:
         if not in_place:
             return unknown
         try:
-            modelled = _ledger(_with_stand_ins(assembly), count, position)
+            modelled = _ledger(_with_stand_ins(assembly), count, position, skew)
         except (MoefwError, RuntimeError):
             return unknown
         told = tuple(f"{section}: measured as {part!r}" for section, part in in_place.items())
@@ -129,11 +131,15 @@ def _beside_no_policies(assembly: Assembly, measured: _Recorded) -> Ledger:
         return evolve(ledger, regions=rows)
     runs = _with_stand_ins(assembly) if ledger.modelled else assembly
     without_policies = evolve(runs, parts=evolve(runs.parts, memory=()))
-    with recorded(without_policies, ledger.micro_batches, ledger.position, gradients=False, only=measured.layers) as (
-        batch,
-        _,
-        _,
-    ):
+    rank = recorded(
+        without_policies,
+        ledger.micro_batches,
+        ledger.position,
+        gradients=False,
+        only=measured.layers,
+        skew=ledger.skew,
+    )
+    with rank as (batch, _, _):
         batch.forward()
         return evolve(ledger, regions=_with_bytes_without_policies(ledger.regions, _regions(batch)))
 
@@ -151,7 +157,7 @@ def stand_ins(assembly: Assembly) -> dict[str, Plugin]:
     return {name: part.planned_as() for name, part in parts.items() if part.planned_as() != part}
 
 
-def _ledger(assembly: Assembly, count: int, position: int) -> _Recorded:
+def _ledger(assembly: Assembly, count: int, position: int, skew: float | None) -> _Recorded:
     """Ledger at a position, and the layers that ran.
 
     Its peak is that of a micro-batch or that of the update, if this is larger. A graph of a step keeps the memory of
@@ -161,9 +167,11 @@ def _ledger(assembly: Assembly, count: int, position: int) -> _Recorded:
     before there are gradients may have more micro-batches in flight than any pass later; and where passes are merged,
     of two micro-batches, the only pair begins without gradients. So there the first is measured, too, unless it could
     need no more if it had gradients. Where weights are gathered once a step, in the first micro-batch, both are.
+
+    Where rows beyond a budget make a step run again without it, the peak is that of the second run if this is larger.
     """
     has_schedule = assembly.layout.size("pp") > 1 or assembly.parts.pipeline.merges
-    with recorded(assembly, count, position, gradients=count > 1) as (batch, layout, shared):
+    with recorded(assembly, count, position, gradients=count > 1, skew=skew) as (batch, layout, shared):
         batch.forward()
         batch.backward()
         usage = Usage(batch, gradients=count > 1)
@@ -181,23 +189,29 @@ def _ledger(assembly: Assembly, count: int, position: int) -> _Recorded:
         gathers_once = batch.gathers_once
         most_before_gradients = usage.most_before_gradients() if has_schedule else 0
     if assembly.spec.train.graphs == "step":
-        beside_graph = peaks[0].passing + _evaluation(assembly, position, ledger.held.batch // (2 * count))
+        beside_graph = peaks[0].passing + _evaluation(assembly, position, ledger.held.batch // (2 * count), skew)
         peaks.append(evolve(peaks[0], place=EVALUATION, passing=beside_graph))
     most = max(peak.total for peak in peaks)
     if count > 1 and (gathers_once or most_before_gradients > most):
-        with recorded(assembly, count, position, gradients=False) as (batch, _, _):
+        with recorded(assembly, count, position, gradients=False, skew=skew) as (batch, _, _):
             batch.forward()
             batch.backward()
             peaks.append(Usage(batch, gradients=False).peak(all_gradients))
+    if runs_again(assembly, skew):
+        with recorded(assembly, count, position, gradients=count > 1, skew=skew) as (batch, _, _):
+            batch.forward(dropless=True)
+            batch.backward()
+            peak = Usage(batch, gradients=count > 1).peak(all_gradients)
+            peaks.append(evolve(peak, place=f"{peak.place} of a step that runs again without its budget of rows"))
     return _Recorded(evolve(ledger, peak=max(peaks, key=lambda peak: peak.total)), layers)
 
 
-def _evaluation(assembly: Assembly, position: int, batch_bytes: int) -> int:
+def _evaluation(assembly: Assembly, position: int, batch_bytes: int, skew: float | None) -> int:
     """Most bytes that an evaluation allocates at a time: its batches, of ``batch_bytes`` each, and what one needs."""
     train = assembly.spec.train
     windows = max(1, train.eval_tokens // train.seq_len)
     count = -(-windows // (train.micro_batch * assembly.layout.size("dp")))
-    with recorded(assembly, 1, position, gradients=False, passes=FORWARD) as (batch, _, _):
+    with recorded(assembly, 1, position, gradients=False, passes=FORWARD, skew=skew) as (batch, _, _):
         return count * batch_bytes + batch.evaluate(count)
 
 
@@ -218,18 +232,21 @@ def recorded(
     by_phase: bool = False,
     regions_around: RegionsAround | None = None,
     only: Sequence[RunLayer] | None = None,
+    skew: float | None = None,
 ) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
     """Open the first rank of a position on pp: a recorded micro-batch that has not run, the layout, what parts share.
 
     ``regions_around``: see :class:`MicroBatch`. ``only``: the layers that are built and run; None: all are built, and
-    some are chosen to run. All inside lies on tensors without memory, and routing is even.
+    some are chosen to run. ``skew``: rows of the rank beside the mean; None: routing is even. All inside lies on
+    tensors without memory.
     """
     recorder = Recorder()
     shared = Shared()
+    routing = skew_of(assembly, skew)
     plan = assembly.layout
     rank = next(rank for rank in range(plan.world) if plan.coordinates(rank).get("pp", 0) == position)
     with ExitStack() as stack:
-        stack.enter_context(fake_tensor_world(rank, plan.world))
+        stack.enter_context(fake_tensor_world(rank, plan.world, routing))
         stack.enter_context(recorder)
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
@@ -243,6 +260,7 @@ def recorded(
             by_phase=by_phase,
             regions_around=regions_around,
             only=only,
+            skew=routing,
         )
         stack.enter_context(batch.weights_shared(passes))
         stack.enter_context(functions_known(recorder, batch.operations))
@@ -288,6 +306,7 @@ def with_held(batch: MicroBatch, layout: Layout, shared: Shared, count: int) -> 
         micro_batches=count,
         tokens=tokens,
         held=held,
+        skew=batch.skew,
     )
 
 

@@ -29,8 +29,10 @@ from moefw.planner.measurement.operations import Operations
 from moefw.planner.measurement.recorded_stage import PlacedWgrads, RecordedStage
 from moefw.planner.measurement.stages_without_peers import OwnStages, Unconnected
 from moefw.planner.report import Work
+from moefw.planner.skew import EVEN
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, PARAMETERS, Life, Recorder
+from moefw.recording.skew import Skew
 from moefw.runtime.compute.weights import TRAINING, shared_by_micro_batches
 from moefw.runtime.parallel.gradients import Gradients, add_up_in
 from moefw.runtime.phases import Phase, straight
@@ -58,8 +60,8 @@ class MicroBatch:
     when this one begins. ``by_phase``: whether each phase has a graph of its own although the assembly's schedule does
     not ask for that. ``regions_around``: those of what stages do before and behind their layers; None: that is outside
     of all regions. ``only``: the layers that are built and run, of an earlier recording, which has noted their work;
-    None: these are chosen, and all are built. ``layers``: the layers that run. ``offloaded``: bytes of host memory by
-    place.
+    None: these are chosen, and all are built. ``skew``: the routing of the world around it; None: it is even.
+    ``layers``: the layers that run. ``offloaded``: bytes of host memory by place.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class MicroBatch:
         by_phase: bool = False,
         regions_around: RegionsAround | None = None,
         only: Sequence[RunLayer] | None = None,
+        skew: Skew | None = None,
     ) -> None:
         self.assembly = assembly
+        self._skew = skew
         self._regions_around = regions_around
         self.recorder = recorder
         train = assembly.spec.train
@@ -185,10 +189,17 @@ class MicroBatch:
         operands = [life for life in self.recorder.alive(self.recorder.now) if life.kind == OPERANDS]
         return sum(life.nbytes * num_alike.get(life.made_in.layer, 1) for life in operands)
 
-    def forward(self) -> None:
-        """Run forward."""
+    @property
+    def skew(self) -> float | None:
+        """Rows of the rank beside the mean; None: routing is even. 1 where no router chooses by scores."""
+        if self._skew is None:
+            return None
+        return self._skew.factor if self._skew.is_met else EVEN
+
+    def forward(self, *, dropless: bool = False) -> None:
+        """Run forward. ``dropless``: as of a step that runs again without budgets of rows."""
         recorder = self.recorder
-        batch = self._batch()
+        batch = replace(self._batch(), dropless=dropless)
         recorder.off_device.clear()
         if self.steps:
             self._forward_in_stages(batch)

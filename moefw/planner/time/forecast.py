@@ -10,12 +10,13 @@ from attrs import evolve, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import PlanError
-from moefw.planner.cluster import GIB, PEAK_OF, Cluster
+from moefw.planner.cluster import PEAK_OF, Cluster
 from moefw.planner.data_files import Figure
-from moefw.planner.overhead import fits, left_bytes
+from moefw.planner.overhead import fits
 from moefw.planner.report import Ledger, Position, Work
+from moefw.planner.skew import EVEN
 from moefw.planner.time import likeness, software
-from moefw.planner.time.costs import ROWS_OF_EXPERTS, Costs, Shapes, is_attention
+from moefw.planner.time.costs import Costs, Shapes, is_attention
 from moefw.planner.time.figures import figures
 from moefw.planner.time.likeness import Bar, Inputs
 from moefw.planner.time.nodes import Nodes
@@ -202,10 +203,8 @@ def _work(plan: Ledger) -> Iterator[Work]:
         yield from position.work
 
 
-def forecast(
-    assembly: Assembly, plan: Ledger, cluster: Cluster, cluster_name: str, runs: Software, *, skew: float = 1.0
-) -> Forecast:
-    """Time of a spec whose plan is known. ``skew``: rows of the rank with most beside the mean.
+def forecast(assembly: Assembly, plan: Ledger, cluster: Cluster, cluster_name: str, runs: Software) -> Forecast:
+    """Time of a spec whose plan is known, of the rank with most rows if its routing is skewed.
 
     The cluster lacks nothing for it (:func:`lacks`). Raises PlanError if the work is unknown, or if the
     software overlaps transfers of experts and the schedule has no pairs of passes; SpecError if an implementation is
@@ -220,7 +219,7 @@ def forecast(
             f"the software overlaps transfers of experts (ep_overlap), and {name} runs no pass beside another.",
             "Use 'pipeline={use: merged}', or interleaved with merged: true; or leave ep_overlap out.",
         )
-    shapes = shapes_of(assembly, plan, skew)
+    shapes = shapes_of(assembly, plan)
     steady = Steady.of(partial(played, assembly.schedule), len(assembly.stages), plan.micro_batches)
 
     implementation = software.implementation(runs.implementation)
@@ -250,28 +249,18 @@ def forecast(
         tokens=assembly.spec.train.tokens_per_step,
         wire_bytes=_wire(busiest, plan.micro_batches),
         work_on=work_on,
-        notes=tuple(_notes(assembly, plan, cluster, runs, skew)),
+        notes=tuple(_notes(assembly, cluster, runs, shapes)),
     )
 
 
-def _notes(assembly: Assembly, plan: Ledger, cluster: Cluster, runs: Software, skew: float) -> Iterator[str]:
+def _notes(assembly: Assembly, cluster: Cluster, runs: Software, shapes: Shapes) -> Iterator[str]:
     """Yield what the time of a step takes for granted, or leaves out."""
     precision = assembly.parts.precision
     if precision.emulates and runs.implementation == OURS and cluster.gpu.threads is None:
         yield f"{precision.name} is timed as GPUs multiply its formats; emulated, as the spec has it, it takes longer"
-    if skew > 1.0:
-        more = round((skew - 1) * plan.in_flight * _saved_rows(plan))
-        left = left_bytes(cluster, plan)
-        fit = "" if left is None or more <= left else ", which does not fit"
-        yield (
-            f"a skew of {skew:g} is in the time alone: the peak and the error bar are of even routing; experts of the "
-            f"rank with most rows save {more / GIB:.3g} GiB more for backward{fit}"
-        )
-
-
-def _saved_rows(plan: Ledger) -> int:
-    """Bytes that products of experts save between forward and backward of a micro-batch."""
-    return sum(region.saved for region in plan.regions if region.region.startswith(ROWS_OF_EXPERTS))
+    if shapes.skew > EVEN:
+        rank = f"the rank with {shapes.skew:g} times the mean of rows"
+        yield f"the time is that of a step that waits for {rank}; the error bar is of even routing"
 
 
 def _bar(inputs: Inputs, cluster: Cluster) -> Bar:
@@ -290,7 +279,7 @@ def _as_the_spec_says(assembly: Assembly, runs: Software) -> Software:
     return runs
 
 
-def shapes_of(assembly: Assembly, plan: Ledger, skew: float) -> Shapes:
+def shapes_of(assembly: Assembly, plan: Ledger) -> Shapes:
     """What of a spec decides the volume of its dispatcher."""
     dims = assembly.site.dims
     groups = getattr(assembly.parts.routing, "groups", None)
@@ -306,7 +295,7 @@ def shapes_of(assembly: Assembly, plan: Ledger, skew: float) -> Shapes:
         dispatcher=assembly.parts.dispatch.name,
         groups=getattr(groups, "count", 1),
         top_groups=getattr(groups, "keep", 1),
-        skew=skew,
+        skew=plan.skew or EVEN,
         in_library=in_library,
         is_static=not in_library and getattr(dispatch, "max_tokens", None) is not None,
     )

@@ -145,6 +145,7 @@ class Composer:
             in_flight=most_in_flight(passes_of(assembly)[at]),
             pools=end.pools * sum(layers.values()) // max(1, end.layers),
             peak=peak,
+            skew=self.excerpt.skew,
         )
         return Position(at=tuple(alike), peak_bytes=ledger.peak_bytes, work=work), ledger
 

@@ -18,6 +18,7 @@ from moefw.planner.measurement.micro_batch import FP32, POOL, MicroBatch
 from moefw.planner.measurement.recorded_stage import RecordedStage
 from moefw.planner.measurement.usage import Usage
 from moefw.planner.report import Ledger, OnHost, Transfer, Work
+from moefw.planner.skew import runs_again
 from moefw.planner.tune.parts import ENTER, LEAVE, MICRO_BATCHES, SIDES, End, Excerpt, Share, Sides
 from moefw.planner.tune.peaks import PhaseBytes
 from moefw.recording.recorder import OPERANDS
@@ -47,32 +48,39 @@ class ExcerptAssembly(Assembly):
         return self.chosen
 
 
-def measure(assembly: Assembly, stages: Stages, kinds: Mapping[int, str], *, by_phase: bool) -> Excerpt:
-    """Excerpt of an assembly. ``kinds``: the kind of each layer of ``stages``.
+def measure(
+    assembly: Assembly, stages: Stages, kinds: Mapping[int, str], *, by_phase: bool, skew: float | None = None
+) -> Excerpt:
+    """Excerpt of an assembly. ``kinds``: the kind of each layer of ``stages``. ``skew``: as in a ledger.
 
     Where a part cannot run on this machine, what it is planned as runs in its place.
     """
     values = {field.name: getattr(assembly, field.name) for field in fields(Assembly)}
     excerpt = ExcerptAssembly(**values, chosen=stages, by_phase=by_phase)
     try:
-        return _measured(excerpt, kinds)
+        return _measured(excerpt, kinds, skew)
     except (MoefwError, RuntimeError) as error:
         in_place: Any = stand_ins(assembly)
         if not in_place:
             return Excerpt(unknown=str(error))
     try:
-        return _measured(evolve(excerpt, parts=evolve(assembly.parts, **in_place)), kinds)
+        return _measured(evolve(excerpt, parts=evolve(assembly.parts, **in_place)), kinds, skew)
     except (MoefwError, RuntimeError) as error:
         return Excerpt(unknown=str(error))
 
 
-def _measured(assembly: ExcerptAssembly, kinds: Mapping[int, str]) -> Excerpt:
-    positions = [_Position.of(assembly, position, kinds) for position in range(len(assembly.stages))]
+def _measured(assembly: ExcerptAssembly, kinds: Mapping[int, str], skew: float | None) -> Excerpt:
+    positions = [_Position.of(assembly, position, kinds, skew) for position in range(len(assembly.stages))]
     shares: dict[str, Share] = {}
     for position in positions:
         shares |= {kind: share for kind, share in position.shares().items() if kind not in shares}
     copies: Sides = {side: prod(assembly.layout.size(axis) for axis in axes) for side, axes in COPIES.items()}
-    return Excerpt(layers=shares, ends=tuple(position.end(shares) for position in positions), copies=copies)
+    return Excerpt(
+        layers=shares,
+        ends=tuple(position.end(shares) for position in positions),
+        copies=copies,
+        skew=positions[0].ledger.skew,
+    )
 
 
 @frozen(kw_only=True)
@@ -91,13 +99,19 @@ class _Position:
     sent: int
 
     @classmethod
-    def of(cls, assembly: ExcerptAssembly, position: int, kinds: Mapping[int, str]) -> _Position:
-        """Record a position."""
+    def of(cls, assembly: ExcerptAssembly, position: int, kinds: Mapping[int, str], skew: float | None) -> _Position:
+        """Record a position: in a step that runs again without budgets of rows, if rows are beyond them."""
         rank = recorded(
-            assembly, MICRO_BATCHES, position, gradients=True, by_phase=assembly.by_phase, regions_around=(ENTER, LEAVE)
+            assembly,
+            MICRO_BATCHES,
+            position,
+            gradients=True,
+            by_phase=assembly.by_phase,
+            regions_around=(ENTER, LEAVE),
+            skew=skew,
         )
         with rank as (batch, layout, shared):
-            batch.forward()
+            batch.forward(dropless=runs_again(assembly, skew))
             batch.backward()
             usage = Usage(batch, gradients=True)
             (stage,) = batch.stages.values()

@@ -7,7 +7,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any, Final
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
@@ -16,6 +16,7 @@ from moefw.core.records import Stage
 from moefw.planner import cache as cache_files
 from moefw.planner.measurement.alike import facts_of
 from moefw.planner.plans import without_garbage_collection
+from moefw.planner.skew import EVEN, most
 from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, Excerpt
 from moefw.planner.tune.settings import Settings, pipeline_of
 from moefw.runtime.parallel.meshes import COPIES
@@ -45,11 +46,13 @@ class Measured:
 class Excerpts:
     """Excerpts that are measured once each. ``cache``: a folder; None: none is kept.
 
-    ``measured`` and ``from_cache``: how many were needed until now.
+    ``skew``: their memory is that of the rank with most rows, so many times the mean, or as many as it can have; None:
+    routing is even. ``measured`` and ``from_cache``: how many were needed until now.
     """
 
     resolve: Resolve
     cache: Path | None
+    skew: float | None = None
     measured: int = 0
     from_cache: int = 0
     _known: dict[object, Measured] = field(factory=dict)
@@ -77,23 +80,36 @@ class Excerpts:
         small = self._small(settings, assembly)
         stages = _stages([*kinds.values()], has_neighbours=_gathers_ahead(assembly))
         by_phase = assembly.parts.pipeline.merges
+        even = self._excerpt(small, stages, kinds, by_phase=by_phase, skew=None)
+        if self.skew is None:
+            return Measured(even, kinds)
+        factor = min(self.skew, most(small))
+        if factor == EVEN:
+            return Measured(evolve(even, skew=EVEN), kinds)
+        skewed = self._excerpt(small, stages, kinds, by_phase=by_phase, skew=factor)
+        return Measured(skewed.with_work_of(even), kinds)
+
+    def _excerpt(
+        self, small: Assembly, stages: Stages, kinds: Mapping[int, str], *, by_phase: bool, skew: float | None
+    ) -> Excerpt:
+        """Excerpt of an assembly with few ranks, from the cache or measured."""
         path = None
         if self.cache is not None:
             chosen = [[[stage.index, *stage.layers] for stage in at] for at in stages]
-            identity = [cache_files.identity(small), chosen, by_phase, self._sources(small)]
+            identity = [cache_files.identity(small), chosen, by_phase, skew, self._sources(small)]
             path = self.cache / f"{cache_files.digest(identity)}.json"
             data = cache_files.stored(path)
             if data is not None:
                 self.from_cache += 1
-                return Measured(Excerpt.of_data(data), kinds)
+                return Excerpt.of_data(data)
         with without_garbage_collection():
             from moefw.planner.tune.excerpt import measure
 
-            excerpt = measure(small, stages, kinds, by_phase=by_phase)
+            excerpt = measure(small, stages, kinds, by_phase=by_phase, skew=skew)
         self.measured += 1
         if path is not None and not excerpt.unknown:  # what is missing may be installed later
             cache_files.store(path, excerpt.to_data())
-        return Measured(excerpt, kinds)
+        return excerpt
 
     def _small(self, settings: Settings, assembly: Assembly) -> Assembly:
         """Assembly of the same layers with two positions on pp, and as few ranks as are like the candidate's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from attrs import asdict, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from moefw.planner.report import Work, work_of
 from moefw.planner.tune.peaks import PhaseBytes
@@ -83,13 +83,26 @@ class End:
 class Excerpt:
     """A measured excerpt. ``layers``: a share for each kind. ``ends``: its positions. ``unknown``: why there are none.
 
-    ``copies``: the ranks that hold copies of a parameter of each mesh, or shard it, of the excerpt.
+    ``copies``: the ranks that hold copies of a parameter of each mesh, or shard it, of the excerpt. ``skew``: rows of
+    the rank beside the mean; None: routing is even.
     """
 
     layers: Mapping[str, Share] = field(factory=dict)
     ends: tuple[End, ...] = ()
     copies: Sides = field(factory=dict)
     unknown: str = ""
+    skew: float | None = None
+
+    def with_work_of(self, even: Excerpt) -> Excerpt:
+        """This with the work of the same excerpt under even routing, and its pools, which a skew does not change."""
+        if self.unknown or even.unknown:
+            return self
+        layers = {kind: evolve(share, work=even.layers[kind].work) for kind, share in self.layers.items()}
+        ends = tuple(
+            evolve(end, outside=evolve(end.outside, work=other.outside.work), ends=other.ends, pools=other.pools)
+            for end, other in zip(self.ends, even.ends, strict=True)
+        )
+        return evolve(self, layers=layers, ends=ends)
 
     def to_data(self) -> dict[str, Any]:
         """Plain data."""

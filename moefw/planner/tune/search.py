@@ -43,13 +43,12 @@ BESIDE_WORLD: Final = (("pp", "tp", "cp"), ("pp", "ep", "etp"))
 
 @frozen(kw_only=True)
 class Where:
-    """Where candidates run: ranks of a cluster, with software. ``skew``: rows of the rank with most beside the mean."""
+    """Where candidates run: ranks of a cluster, with software."""
 
     world: int
     cluster: Cluster
     name: str
     runs: Software
-    skew: float = 1.0
 
     def machine(self, device: str) -> Machine:
         """What a candidate runs on that asks for a device."""
@@ -265,7 +264,7 @@ class Search:
 
     def _forecast(self, assembly: Assembly, ledger: Ledger) -> Forecast:
         where = self.where
-        return forecast(assembly, ledger, where.cluster, where.name, where.runs, skew=where.skew)
+        return forecast(assembly, ledger, where.cluster, where.name, where.runs)
 
     def _candidate(self, settings: Settings, assembly: Assembly, ledger: Ledger, time: Forecast) -> Candidate:
         sizes = assembly.layout.sizes

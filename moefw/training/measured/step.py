@@ -22,11 +22,13 @@ from moefw.core.records import PASSES, Action
 from moefw.core.stages import Batch
 from moefw.planner.measurement.micro_batch import as_trained
 from moefw.planner.measurement.operations import Operations
+from moefw.planner.measurement.skewed import skew_of
 from moefw.recording.even_routing import EvenChoice
 from moefw.recording.fake_tensors import fake_tensor_world
 from moefw.recording.patches import fsdp_told
 from moefw.recording.places import Place
 from moefw.recording.recorder import GATHERED, GRADIENTS, OPERANDS, Life, Recorder
+from moefw.recording.skew import Skew
 from moefw.runtime.accounting import done_for_step
 from moefw.runtime.naming import initialise
 from moefw.runtime.parallel.local_shards import local, sharded_sides
@@ -42,18 +44,24 @@ ENOUGH_MERGED: Final = 3
 """The same where passes are merged: the second pair is the first one that finds gradients."""
 
 
-def measure(assembly: Assembly, *, rank: int = 0, micro_batches: int | None = None) -> Measured:
+def measure(
+    assembly: Assembly, *, rank: int = 0, micro_batches: int | None = None, skew: float | None = None
+) -> Measured:
     """Memory of ``rank`` of the assembly's world in a step, without the other ranks and without memory.
 
-    All ranks do the same, and routing is even. ``micro_batches`` None: as many as the spec has, up to two. Raises
-    ContractError if code reads an integer on the host that depends on values.
+    All ranks do the same, and routing is even; with ``skew``, the first rank on ep gets so many times the mean of rows.
+    ``micro_batches`` None: as many as the spec has, up to two. Raises ContractError if code reads an integer on the
+    host that depends on values.
     """
-    with fake_tensor_world(rank, assembly.layout.world):
-        return _measure(assembly, micro_batches, values=False)
+    routing = skew_of(assembly, skew)
+    with fake_tensor_world(rank, assembly.layout.world, routing):
+        return _measure(assembly, micro_batches, routing, values=False)
 
 
-def measure_here(assembly: Assembly, *, micro_batches: int | None = None) -> Measured:
-    """Memory of this rank of the initialised world in a step, with values; routing is even. Collective.
+def measure_here(assembly: Assembly, *, micro_batches: int | None = None, skew: float | None = None) -> Measured:
+    """Memory of this rank of the initialised world in a step, with values; routing is that of :func:`measure`.
+
+    Collective.
 
     A thread of gloo may keep a collective's tensors longer: measure several times, and take the minimum.
     """
@@ -61,17 +69,17 @@ def measure_here(assembly: Assembly, *, micro_batches: int | None = None) -> Mea
     if world != assembly.layout.world:
         what = f"the assembly is laid out over {assembly.layout.world} ranks, and here are {world}."
         raise ContractError(what, "Resolve it for this world, or use measure().")
-    return _measure(assembly, micro_batches, values=True)
+    return _measure(assembly, micro_batches, skew_of(assembly, skew), values=True)
 
 
-def _measure(assembly: Assembly, micro_batches: int | None, *, values: bool) -> Measured:
+def _measure(assembly: Assembly, micro_batches: int | None, skew: Skew | None, *, values: bool) -> Measured:
     """Build the model of this rank and run a step under a recorder. Not ``values``: tensors have no memory."""
     shared = Shared()
     recorder = Recorder()
     count = _enough(assembly) if micro_batches is None else micro_batches
     with ExitStack() as stack:
         if values:
-            stack.enter_context(EvenChoice())  # type: ignore[no-untyped-call]
+            stack.enter_context(EvenChoice(skew))
         stack.enter_context(recorder)
         stack.enter_context(fsdp_told(partial(_gathering, recorder), partial(_reducing, count)))
         stack.callback(shared.close)
