@@ -30,6 +30,8 @@ FOREVER: Final = 1 << 62
 GATHERED: Final = "gathered"
 PARAMETERS: Final = "parameters"
 GRADIENTS: Final = "gradients"
+REDUCED: Final = "reduced"
+"""Inputs of reductions of gradients, each of which is there until the next one."""
 OPERANDS: Final = "operands"
 """Operands of weights that the micro-batches of a step share."""
 WEIGHTS: Final = (PARAMETERS, GATHERED)

@@ -22,14 +22,15 @@ from moefw.core.records import Side, Zero
 from moefw.planner.measurement.layers import RunLayer
 from moefw.planner.measurement.operations import Operations
 from moefw.recording.places import Place
-from moefw.recording.recorder import GATHERED, GRADIENTS, PARAMETERS, Recorder
+from moefw.recording.recorder import GATHERED, GRADIENTS, PARAMETERS, REDUCED, Recorder
 from moefw.runtime.accounting import done_for_step, made_for_step
 from moefw.runtime.compute.coded_share import Sharing
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.compute.primary_weights import GatheredWeight
 from moefw.runtime.compute.weights import StepWeights
 from moefw.runtime.memory.dropped import in_backward
-from moefw.runtime.parallel.local_shards import even_dim, may_be_codes
+from moefw.runtime.parallel.cuts import even_dim
+from moefw.runtime.parallel.local_shards import may_be_codes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -41,8 +42,9 @@ class Gathering:
     ``shards``: the shape of this rank's shard of each parameter. ``operations`` is told FSDP's collectives and
     copies. ``reduced_once``: when units of ZeRO 1 reduce gradients (:data:`Reduced`). Until then their parameters
     have gradients in ``main_dtype``. ``is_first``: whether the micro-batch is the first of its step, in which units
-    of ZeRO 1 and 2 gather. ``only``: the layers that are built, if others are left out. ``step``: the weights that
-    micro-batches share, once the step has begun.
+    of ZeRO 1 and 2 gather. ``only``: the layers that are built, if others are left out. ``cut_for``: by side, as for
+    how many ranks parameters are cut, if it is not for those that share them. ``step``: the weights that micro-batches
+    share, once the step has begun.
     """
 
     step: StepWeights
@@ -57,6 +59,7 @@ class Gathering:
         main_dtype: torch.dtype,
         is_first: bool,
         only: Sequence[RunLayer] | None = None,
+        cut_for: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.layout = layout
         self.recorder = recorder
@@ -65,6 +68,7 @@ class Gathering:
         self.main_dtype = main_dtype
         self.is_first = is_first
         self._only = only
+        self._cut_for = cut_for
         self.units: list[Unit] = []
         self.root_unit: Unit | None = None
         self.shards: dict[nn.Parameter, tuple[int, ...]] = {}
@@ -82,6 +86,11 @@ class Gathering:
         """Give all parameters the gradients of earlier micro-batches."""
         for unit in self.units:
             unit.give_gradients()
+
+    @property
+    def keeps_root(self) -> bool:
+        """Whether what the root gathers is kept for all micro-batches of a step."""
+        return self.root_unit is not None and self.root_unit.is_kept
 
     @property
     def added_up_whole(self) -> Set[nn.Parameter]:
@@ -137,7 +146,7 @@ class Gathering:
         rows = self._copies[side]
         if len(rows[0]) == 1:
             return None
-        unit = Unit(self, rows, self.layout.plan.zero(side))
+        unit = Unit(self, rows, self.layout.plan.zero(side), cut_for=self._cut_for.get(side, len(rows[0])))
         for path, owner in module.named_modules():
             for key, parameter in [*owner.named_parameters(recurse=False)]:
                 if parameter in apart or parameter in self.shards:
@@ -202,11 +211,12 @@ class Unit:
 
     ``shards``: the number of ranks that share them. ``sharing``: the ranks of this row. ``copying``: the ranks that
     hold the same shard. ``elements``: of all that train, padded. ``grads``: the gradients of this rank's shard, fp32.
-    ``reduced``: when gradients are reduced.
+    ``reduced``: when gradients are reduced. ``cut_for``: as for how many ranks they are cut.
     """
 
-    def __init__(self, sharding: Gathering, rows: Sequence[Sequence[int]], zero: Zero) -> None:
+    def __init__(self, sharding: Gathering, rows: Sequence[Sequence[int]], zero: Zero, *, cut_for: int) -> None:
         self.sharding = sharding
+        self._cut_for = cut_for
         self.is_kept = zero != 3
         """Whether what is gathered is kept for all micro-batches of a step."""
         self.reduced: Reduced = sharding.reduced_once if zero == 1 else "micro_batch"
@@ -217,6 +227,8 @@ class Unit:
         self.parameters: list[nn.Parameter] = []
         self.elements = 0
         self.grads: Tensor | None = None
+        self.gathered_bytes: dict[nn.Parameter, int] = {}
+        """Bytes of each parameter as it is gathered, padded, once the unit has run; not of codes that are stored."""
         self._to_gather: list[_Sharded] = []
         """Parameters that the module still has as they are stored; none once the unit has run."""
         self._nbytes = 0
@@ -257,7 +269,7 @@ class Unit:
 
     def _dim(self, sharded: _Sharded) -> int:
         """Dimension along which a parameter is sharded: the first one if a codec encodes its rows."""
-        return 0 if sharded.codec is not None else even_dim(sharded.parameter.shape, self.shards)
+        return 0 if sharded.codec is not None else even_dim(sharded.parameter.shape, self._cut_for)
 
     def _padded(self, rows: int, dim: int) -> int:
         """Size of the first dimension with padding: FSDP pads only along the first one."""
@@ -287,7 +299,8 @@ class Unit:
             parts = sharded.codec.encode(stored.detach())
             value = GatheredWeight(parts, sharded.codec.rows)
             nbytes = sum(part.nbytes for part in parts)
-        self._nbytes += sharded.count * (nbytes * self._padded(len(value), dim) // len(value))
+        padded = sharded.count * (nbytes * self._padded(len(value), dim) // len(value))
+        self._nbytes += padded
         if dim > 0:
             self._reordered += sharded.count * nbytes
         if sharded.codec is not None:
@@ -297,6 +310,7 @@ class Unit:
         gathered = nn.Parameter(value, requires_grad=sharded.parameter.requires_grad)
         setattr(sharded.owner, sharded.key, gathered)
         self.sharding.shards[gathered] = self.sharding.shards.pop(sharded.parameter)
+        self.gathered_bytes[gathered] = padded
         memory = gathered.parts if isinstance(gathered, GatheredWeight) else [gathered]
         self.sharding.recorder.label(memory, PARAMETERS)
         if self.adds_up_whole:
@@ -385,10 +399,11 @@ class Unit:
             parameter.grad = None
         # By index: each gradient is freed when its reordered copy takes its place, and a loop variable would hold it.
         for index in range(len(grads)):
-            if even_dim(grads[index].shape, self.shards):
+            if even_dim(grads[index].shape, self._cut_for):
                 grads[index] = torch.empty_like(grads[index])
                 self.sharding.operations.moved(2 * grads[index].nbytes)
         self.order.reduced = torch.empty(self.elements)
+        self.sharding.recorder.label([self.order.reduced], REDUCED)
         self.sharding.operations.moved(sum(grad.nbytes for grad in grads) + self.order.reduced.nbytes)
         grads.clear()
         reduced = torch.empty(self.elements // self.shards)

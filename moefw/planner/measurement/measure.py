@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 from attrs import evolve, fields, frozen
@@ -233,12 +234,13 @@ def recorded(
     regions_around: RegionsAround | None = None,
     only: Sequence[RunLayer] | None = None,
     skew: float | None = None,
+    cut_for: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
     """Open the first rank of a position on pp: a recorded micro-batch that has not run, the layout, what parts share.
 
-    ``regions_around``: see :class:`MicroBatch`. ``only``: the layers that are built and run; None: all are built, and
-    some are chosen to run. ``skew``: rows of the rank beside the mean; None: routing is even. All inside lies on
-    tensors without memory.
+    ``regions_around`` and ``cut_for``: see :class:`MicroBatch`. ``only``: the layers that are built and run; None: all
+    are built, and some are chosen to run. ``skew``: rows of the rank beside the mean; None: routing is even. All inside
+    lies on tensors without memory.
     """
     recorder = Recorder()
     shared = Shared()
@@ -261,6 +263,7 @@ def recorded(
             regions_around=regions_around,
             only=only,
             skew=routing,
+            cut_for=cut_for,
         )
         stack.enter_context(batch.weights_shared(passes))
         stack.enter_context(functions_known(recorder, batch.operations))

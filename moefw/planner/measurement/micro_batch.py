@@ -7,11 +7,12 @@ Of layers that are alike, three run (:mod:`moefw.planner.measurement.layers`), a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
@@ -61,6 +62,7 @@ class MicroBatch:
     not ask for that. ``regions_around``: those of what stages do before and behind their layers; None: that is outside
     of all regions. ``only``: the layers that are built and run, of an earlier recording, which has noted their work;
     None: these are chosen, and all are built. ``skew``: the routing of the world around it; None: it is even.
+    ``cut_for``: by side, as for how many ranks FSDP cuts parameters, if it is not for those that share them.
     ``layers``: the layers that run. ``offloaded``: bytes of host memory by place.
     """
 
@@ -77,8 +79,10 @@ class MicroBatch:
         regions_around: RegionsAround | None = None,
         only: Sequence[RunLayer] | None = None,
         skew: Skew | None = None,
+        cut_for: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.assembly = assembly
+        self._cut_for = cut_for
         self._skew = skew
         self._regions_around = regions_around
         self.recorder = recorder
@@ -151,6 +155,7 @@ class MicroBatch:
             main_dtype=self._main_dtype,
             is_first=self._is_first,
             only=self._only,
+            cut_for=self._cut_for,
         )
         return self.sharding
 

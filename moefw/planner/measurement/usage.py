@@ -18,7 +18,7 @@ from attrs import frozen
 from moefw.core.records import Action, Entry, Pair
 from moefw.planner.measurement.micro_batch import MicroBatch
 from moefw.planner.report import Peak
-from moefw.recording.recorder import GATHERED, GRADIENTS, Life
+from moefw.recording.recorder import GATHERED, GRADIENTS, REDUCED, Life
 from moefw.runtime.pipeline.merging import merged
 from moefw.runtime.pipeline.timeline import CHANGE_IN_FLIGHT
 from moefw.runtime.pipeline.transfers import UNDER_WAY, Receive, taken_by
@@ -129,20 +129,22 @@ class Usage:
     """Bytes in use from the begin to the end of a recorded micro-batch.
 
     Parameters, buffers, tokens, operands that micro-batches share, and pools do not count. ``gradients``: whether
-    gradients of earlier micro-batches exist when this one begins.
+    gradients of earlier micro-batches exist when this one begins. ``without``: a region whose backward is left out.
     """
 
-    def __init__(self, batch: MicroBatch, *, gradients: bool) -> None:
+    def __init__(self, batch: MicroBatch, *, gradients: bool, without: str | None = None) -> None:
         self._batch = batch
+        self._without = without
         self._gradients_exist = gradients
-        self._counted_kinds: tuple[str | None, ...] = (None, GATHERED)
+        self._counted_kinds: tuple[str | None, ...] = (None, GATHERED, REDUCED)
         # Gradients that stay as they are count in Held.gradients alone. They change only if this micro-batch is the
         # first that makes them, or the last one of a step, which reduces and frees those of all.
         if batch.frees_gradients or not gradients:
-            self._counted_kinds = (None, GATHERED, GRADIENTS)
+            self._counted_kinds = (None, GATHERED, REDUCED, GRADIENTS)
         self._recorded_bytes = self._sum_of_changes(self._counted_kinds)
         # Of a micro-batch beside another one: both use the same gathered weights.
         self._bytes_of_its_own = self._sum_of_changes(kind for kind in self._counted_kinds if kind != GATHERED)
+        self._reduced_bytes = self._sum_of_changes((REDUCED,))
         self._not_run = list(self._layers_not_run())
         self._beside = list(self._bytes_beside_passes(begin_with_gradients=gradients))
 
@@ -152,7 +154,8 @@ class Usage:
         end = self._batch.end
         changes = [0] * (end + 1)
         for life in self._batch.recorder.lives:
-            if life.kind in counted:
+            is_left_out = life.made_in.region == self._without and life.began > self._batch.turn
+            if life.kind in counted and not is_left_out:
                 changes[life.began] += life.nbytes
                 if life.ended <= end:
                     changes[life.ended] -= life.nbytes
@@ -198,9 +201,28 @@ class Usage:
         """The same without gathered weights."""
         return self._bytes_of_its_own[moment] + self._layers_at(moment).total
 
-    def most_in(self, moments: range) -> int:
+    def lasting_at(self, moment: int) -> int:
+        """The same without inputs of reductions."""
+        return self.own_at(moment) - self._reduced_bytes[moment]
+
+    def reduced_at(self, moment: int) -> int:
+        """Bytes in use at a moment of inputs of reductions."""
+        return self._reduced_bytes[moment]
+
+    def most_in(self, moments: range, *, without_reduced: bool = False) -> int:
         """Most bytes in use between two moments, of the recorded micro-batch in all layers."""
-        return max(self._at(moment) for moment in range(moments.start, moments.stop + 1))
+        in_use = self._without_reduced_at if without_reduced else self._at
+        return max(in_use(moment) for moment in range(moments.start, moments.stop + 1))
+
+    def _without_reduced_at(self, moment: int) -> int:
+        return self._at(moment) - self._reduced_bytes[moment]
+
+    def reduction_in(self, moments: range) -> range:
+        """The part of a pass from its first reduction on, which frees the input of the one before; empty: none."""
+        inputs = [life for life in self._batch.recorder.lives if life.kind == REDUCED]
+        begun = [life.began for life in inputs if life.began in moments]
+        freed = [life.ended for life in inputs if life.began < moments.start <= life.ended < moments.stop]
+        return range(min(begun + freed), moments.stop) if begun else range(moments.stop, moments.stop)
 
     def _bytes_beside_passes(self, *, begin_with_gradients: bool) -> Iterator[_Span]:
         """Yield the moments of each recorded pass of a pipeline, with the most bytes that are held beside it.
@@ -341,7 +363,7 @@ class Usage:
         span, moment = max(moments, key=lambda each: self._in(*each))
         alive = self._counted_at(moment)
         left_for_backward = set(batch.saved())
-        unlabelled = [life for life in alive if life.kind is None]
+        unlabelled = [life for life in alive if life.kind in (None, REDUCED)]
         layers = self._layers_at(moment) if span.layers is None else span.layers
         gathered = sum(life.nbytes for life in alive if life.kind == GATHERED)
         saved = sum(life.nbytes for life in unlabelled if life in left_for_backward)

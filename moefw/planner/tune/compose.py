@@ -128,7 +128,7 @@ class Composer:
             place=PLACE,
             operands=operands,
             saved=most[at].saved,
-            gathered=0,
+            gathered=sum(times * share.root for times, share in shares),
             gradients=-most[at].missing,
             passing=most[at].passing,
         )
@@ -190,7 +190,9 @@ class Composer:
         first, last = self.excerpt.ends[0], self.excerpt.ends[-1]
         found = {}
         for stage in stages:
-            layers = (self.excerpt.layers[self.kinds[number]].phases for number in stage.layers)
+            shares = (self.excerpt.layers[self.kinds[number]] for number in stage.layers)
+            is_only = stage.is_first and stage.is_last
+            layers = (share.alone if is_only else share.phases for share in shares)
             enter = (first if stage.is_first else last).enter
             leave = (last if stage.is_last else first).leave
             gradients = round(self._sum([*self._shares([stage])], "gradients"))

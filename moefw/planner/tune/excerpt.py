@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import reduce
 from math import prod
 from typing import Any, Final
@@ -36,11 +36,13 @@ ByLayer = Mapping[tuple[int | None, str], int]
 class ExcerptAssembly(Assembly):
     """Assembly of which only a few layers are built. ``chosen``: the stages of each position, with those alone.
 
-    ``by_phase``: whether phases run as in a schedule that merges passes.
+    ``by_phase``: whether phases run as in a schedule that merges passes. ``shards``: by mesh, the ranks that share a
+    parameter in the candidate, for which it is cut.
     """
 
     chosen: Stages
     by_phase: bool
+    shards: Sides
 
     @property
     def stages(self) -> Stages:
@@ -49,14 +51,21 @@ class ExcerptAssembly(Assembly):
 
 
 def measure(
-    assembly: Assembly, stages: Stages, kinds: Mapping[int, str], *, by_phase: bool, skew: float | None = None
+    assembly: Assembly,
+    stages: Stages,
+    kinds: Mapping[int, str],
+    *,
+    by_phase: bool,
+    shards: Sides,
+    skew: float | None = None,
 ) -> Excerpt:
-    """Excerpt of an assembly. ``kinds``: the kind of each layer of ``stages``. ``skew``: as in a ledger.
+    """Excerpt of an assembly. ``kinds``: the kind of each layer of ``stages``. ``shards``: by mesh, as for how many
+    ranks parameters are cut. ``skew``: as in a ledger.
 
     Where a part cannot run on this machine, what it is planned as runs in its place.
     """
     values = {field.name: getattr(assembly, field.name) for field in fields(Assembly)}
-    excerpt = ExcerptAssembly(**values, chosen=stages, by_phase=by_phase)
+    excerpt = ExcerptAssembly(**values, chosen=stages, by_phase=by_phase, shards=shards)
     try:
         return _measured(excerpt, kinds, skew)
     except (MoefwError, RuntimeError) as error:
@@ -74,11 +83,14 @@ def _measured(assembly: ExcerptAssembly, kinds: Mapping[int, str], skew: float |
     shares: dict[str, Share] = {}
     for position in positions:
         shares |= {kind: share for kind, share in position.shares().items() if kind not in shares}
+    shapes = set().union(*(position.shapes for position in positions))
     copies: Sides = {side: prod(assembly.layout.size(axis) for axis in axes) for side, axes in COPIES.items()}
     return Excerpt(
         layers=shares,
         ends=tuple(position.end(shares) for position in positions),
         copies=copies,
+        shapes={side: tuple(sorted(shape for at, shape in shapes if at == side)) for side in SIDES},
+        shards=assembly.shards,
         skew=positions[0].ledger.skew,
     )
 
@@ -92,9 +104,12 @@ class _Position:
     kinds: Sequence[str]
     numbers: Sequence[int]
     phases: Mapping[int | None, Sequence[PhaseBytes]]
+    alone: Mapping[int | None, Sequence[PhaseBytes]]
     operands: Mapping[int | None, int]
+    root: Mapping[int | None, int]
     parameters: ByLayer
     gradients: ByLayer
+    shapes: Set[tuple[str, tuple[int, ...]]]
     pools: int
     sent: int
 
@@ -109,26 +124,37 @@ class _Position:
             by_phase=assembly.by_phase,
             regions_around=(ENTER, LEAVE),
             skew=skew,
+            cut_for=assembly.shards,
         )
         with rank as (batch, layout, shared):
             batch.forward(dropless=runs_again(assembly, skew))
             batch.backward()
             usage = Usage(batch, gradients=True)
+            alone = Usage(batch, gradients=True, without=ENTER)
             (stage,) = batch.stages.values()
             operands = _operands(batch)
+            root = _root(batch)
+            is_kept = batch.sharding is not None and batch.sharding.keeps_root
+            if is_kept:  # the root is one of the operands, outside of layers
+                operands[None] -= root.total()
+                operands += root
             pools = sum(life.nbytes for life in batch.recorder.alive(batch.recorder.now) if life.kind == POOL)
             ledger = with_held(batch, layout, shared, MICRO_BATCHES)
             parameters, gradients = _held(batch)
+            shapes = {(holding.side, tuple(holding.parameter.shape)) for holding in holdings(batch.model)}
             numbers = [number for stage in assembly.stages[position] for number in stage.layers]
             return cls(
                 ledger=ledger,
                 work=[*batch.work()],
                 kinds=[kinds[number] for number in numbers],
                 numbers=numbers,
-                phases=_phases(usage, stage),
+                alone=_phases(alone, stage, root=0 if is_kept else root.total()),
+                phases=_phases(usage, stage, root=0 if is_kept else root.total()),
                 operands=operands,
+                root=Counter() if is_kept else root,
                 parameters=parameters,
                 gradients=gradients,
+                shapes=shapes,
                 pools=pools,
                 sent=0 if batch.link is None else batch.link.sent,
             )
@@ -150,7 +176,9 @@ class _Position:
             parameters=_by_side(self.parameters, layer),
             gradients=_by_side(self.gradients, layer),
             operands=self.operands.get(layer, 0),
+            root=self.root.get(layer, 0),
             phases=() if layer is None else tuple(self.phases[layer]),
+            alone=() if layer is None else tuple(self.alone[layer]),
         )
 
     def end(self, shares: Mapping[str, Share]) -> End:
@@ -216,24 +244,45 @@ def _sum(work: Sequence[Work], what: str) -> int:
     return sum(each.layers * int(getattr(each, what)) for each in work)
 
 
-def _phases(usage: Usage, stage: RecordedStage) -> Mapping[int | None, Sequence[PhaseBytes]]:
-    """Phases of a recorded stage by layer; None: the one before the layers and those behind them."""
+def _phases(usage: Usage, stage: RecordedStage, *, root: int) -> Mapping[int | None, Sequence[PhaseBytes]]:
+    """Phases of a recorded stage by layer; None: the one before the layers and those behind them.
+
+    ``root``: bytes that are gathered in all of them.
+    """
     found: dict[int | None, list[PhaseBytes]] = defaultdict(list)
     for number, (phase, layer) in enumerate(zip(stage.phases, stage.layers, strict=True)):
         forward = stage.forward_of(number)
         backward = stage.backward_of(number)
-        before, behind = usage.own_at(forward.start), usage.own_at(backward.start)
+        before, behind = usage.lasting_at(forward.start), usage.lasting_at(backward.start)
+        reducing = usage.reduction_in(backward)
         found[None if layer is None else layer.number].append(
             PhaseBytes(
                 starts=phase.starts,
                 finishes=phase.finishes,
-                saved=usage.own_at(forward.stop) - before,
-                freed=behind - usage.own_at(backward.stop),
-                forward=usage.most_in(forward) - before,
-                backward=usage.most_in(backward) - behind,
+                saved=usage.lasting_at(forward.stop) - before,
+                freed=behind - usage.lasting_at(backward.stop),
+                forward=usage.most_in(forward) - before - root,
+                backward=usage.most_in(range(backward.start, reducing.start), without_reduced=True) - behind - root,
+                reducing=usage.most_in(reducing) - behind - root if reducing else 0,
+                reduced=usage.reduced_at(backward.stop) if reducing else 0,
             )
         )
     return found
+
+
+def _root(batch: MicroBatch) -> Counter[int | None]:
+    """Bytes of the parameters that are gathered around all layers, by layer; None: outside of them."""
+    found: Counter[int | None] = Counter()
+    unit = None if batch.sharding is None else batch.sharding.root_unit
+    if unit is not None:
+        layer_of = _layers_of_parameters(batch)
+        for parameter, nbytes in unit.gathered_bytes.items():
+            found[layer_of.get(parameter)] += nbytes
+    return found
+
+
+def _layers_of_parameters(batch: MicroBatch) -> Mapping[nn.Parameter, int]:
+    return {parameter: number for number, layer in enumerate(batch.model.layers) for parameter in layer.parameters()}
 
 
 def _operands(batch: MicroBatch) -> Counter[int | None]:
@@ -247,9 +296,7 @@ def _operands(batch: MicroBatch) -> Counter[int | None]:
 
 def _held(batch: MicroBatch) -> tuple[ByLayer, ByLayer]:
     """Bytes of parameters and of gradients, by layer and mesh. Frozen parameters have no gradients."""
-    layer_of: dict[nn.Parameter, int] = {
-        parameter: number for number, layer in enumerate(batch.model.layers) for parameter in layer.parameters()
-    }
+    layer_of = _layers_of_parameters(batch)
     parameters: Counter[tuple[int | None, str]] = Counter()
     gradients: Counter[tuple[int | None, str]] = Counter()
     main_gradients = batch.main_gradients()

@@ -17,7 +17,7 @@ from moefw.planner import cache as cache_files
 from moefw.planner.measurement.alike import facts_of
 from moefw.planner.plans import without_garbage_collection
 from moefw.planner.skew import EVEN, most
-from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, Excerpt
+from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, Excerpt, Sides
 from moefw.planner.tune.settings import Settings, pipeline_of
 from moefw.runtime.parallel.meshes import COPIES
 from moefw.runtime.pipeline.placement import Stages
@@ -42,6 +42,27 @@ class Measured:
     kinds: Mapping[int, str]
 
 
+@frozen(kw_only=True)
+class _Part:
+    """What is measured of a candidate: stages of an assembly with few ranks, as
+    :class:`moefw.planner.tune.excerpt.ExcerptAssembly` has them.
+
+    ``cuts``: along which dimensions parameters are cut for ``shards``; empty: as by the ranks of the assembly.
+    """
+
+    assembly: Assembly
+    stages: Stages
+    kinds: Mapping[int, str]
+    by_phase: bool
+    shards: Sides
+    cuts: Sequence[int]
+
+    def identity(self) -> Sequence[Any]:
+        """What an excerpt depends on beside code and routing: of ``shards``, the cuts alone."""
+        chosen = [[[stage.index, *stage.layers] for stage in at] for at in self.stages]
+        return [cache_files.identity(self.assembly), chosen, self.by_phase, [*self.cuts]]
+
+
 @define
 class Excerpts:
     """Excerpts that are measured once each. ``cache``: a folder; None: none is kept.
@@ -59,11 +80,21 @@ class Excerpts:
     _code: dict[frozenset[str], Any] = field(factory=dict)
 
     def of(self, settings: Settings, assembly: Assembly) -> Measured:
-        """Excerpt of the layers of an assembly with such settings, and their kinds."""
+        """Excerpt of the layers of an assembly with such settings, and their kinds.
+
+        More ranks may cut parameters along another dimension than the few of an excerpt do, and copy what they gather
+        once more: then layers are measured once more, cut like that.
+        """
         key = self._key(settings, assembly)
         if key not in self._known:
             self._known[key] = self._find(settings, assembly)
-        return self._known[key]
+        known = self._known[key]
+        cuts = known.excerpt.cuts(_shards(assembly))
+        if cuts == known.excerpt.cuts(known.excerpt.shards):
+            return known
+        if (key, cuts) not in self._known:
+            self._known[key, cuts] = self._find(settings, assembly, cuts)
+        return self._known[key, cuts]
 
     def _key(self, settings: Settings, assembly: Assembly) -> object:
         """What an excerpt depends on: neither pp, nor the number of copies if it is more than one.
@@ -74,29 +105,34 @@ class Excerpts:
         own = [(path, repr(value)) for path, value in settings.items() if path not in others]
         return tuple(own), _ranks_of_stage(assembly), assembly.parts.pipeline.merges
 
-    def _find(self, settings: Settings, assembly: Assembly) -> Measured:
+    def _find(self, settings: Settings, assembly: Assembly, cuts: Sequence[int] = ()) -> Measured:
+        """Excerpt with the work of even routing. ``cuts``: along which dimensions parameters are cut for the assembly;
+        empty: as by the ranks of the excerpt.
+        """
         numbers = sorted(number for stages in assembly.stages for stage in stages for number in stage.layers)
         kinds = _named({number: repr(facts_of(assembly, number)) for number in numbers})
         small = self._small(settings, assembly)
-        stages = _stages([*kinds.values()], has_neighbours=_gathers_ahead(assembly))
-        by_phase = assembly.parts.pipeline.merges
-        even = self._excerpt(small, stages, kinds, by_phase=by_phase, skew=None)
+        part = _Part(
+            assembly=small,
+            stages=_stages([*kinds.values()], has_neighbours=_gathers_ahead(assembly)),
+            kinds=kinds,
+            by_phase=assembly.parts.pipeline.merges,
+            shards=_shards(assembly if cuts else small),
+            cuts=cuts,
+        )
+        even = self._excerpt(part, skew=None)
         if self.skew is None:
             return Measured(even, kinds)
         factor = min(self.skew, most(small))
         if factor == EVEN:
             return Measured(evolve(even, skew=EVEN), kinds)
-        skewed = self._excerpt(small, stages, kinds, by_phase=by_phase, skew=factor)
-        return Measured(skewed.with_work_of(even), kinds)
+        return Measured(self._excerpt(part, skew=factor).with_work_of(even), kinds)
 
-    def _excerpt(
-        self, small: Assembly, stages: Stages, kinds: Mapping[int, str], *, by_phase: bool, skew: float | None
-    ) -> Excerpt:
-        """Excerpt of an assembly with few ranks, from the cache or measured."""
+    def _excerpt(self, part: _Part, *, skew: float | None) -> Excerpt:
+        """Excerpt from the cache, or measured."""
         path = None
         if self.cache is not None:
-            chosen = [[[stage.index, *stage.layers] for stage in at] for at in stages]
-            identity = [cache_files.identity(small), chosen, by_phase, skew, self._sources(small)]
+            identity = [*part.identity(), skew, self._sources(part.assembly)]
             path = self.cache / f"{cache_files.digest(identity)}.json"
             data = cache_files.stored(path)
             if data is not None:
@@ -105,7 +141,9 @@ class Excerpts:
         with without_garbage_collection():
             from moefw.planner.tune.excerpt import measure
 
-            excerpt = measure(small, stages, kinds, by_phase=by_phase, skew=skew)
+            excerpt = measure(
+                part.assembly, part.stages, part.kinds, by_phase=part.by_phase, shards=part.shards, skew=skew
+            )
         self.measured += 1
         if path is not None and not excerpt.unknown:  # what is missing may be installed later
             cache_files.store(path, excerpt.to_data())
@@ -166,6 +204,11 @@ def _ranks_of_stage(assembly: Assembly) -> int:
     strides = [group[1] - group[0] for group in groups if len(group) > 1]
     is_inside = all(max(group) < ranks for group in groups)
     return ranks if is_inside and (not strides or max(strides) < per_node or ranks == whole) else whole
+
+
+def _shards(assembly: Assembly) -> Sides:
+    """By mesh, the number of ranks that share a parameter."""
+    return {side: assembly.layout.num_shards(side) for side in SIDES}
 
 
 def _gathers_ahead(assembly: Assembly) -> bool:

@@ -9,6 +9,7 @@ from attrs import asdict, evolve, field, frozen
 
 from moefw.planner.report import Work, work_of
 from moefw.planner.tune.peaks import PhaseBytes
+from moefw.runtime.parallel.cuts import even_dim
 from moefw.runtime.parallel.meshes import COPIES
 
 SIDES = tuple(COPIES)
@@ -28,20 +29,25 @@ class Share:
     """What a layer, or what lies outside of layers, has on a rank: work of a micro-batch, and bytes.
 
     ``parameters`` and ``gradients``: held all the time. ``operands``: of weights, which micro-batches share.
-    ``phases``: those of a layer, in the order of forward.
+    ``root``: of weights that are gathered around all layers, for each pass.
+    ``phases``: those of a layer, in the order of forward. ``alone``: the same in a stage that is the only one. Backward
+    of a layer that predicts a token further ahead also reaches what its stage does before its layers, if that is for it
+    alone, and not for the first layer too.
     """
 
     work: tuple[Work, ...]
     parameters: Sides
     gradients: Sides
     operands: int
+    root: int
     phases: tuple[PhaseBytes, ...] = ()
+    alone: tuple[PhaseBytes, ...] = ()
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Share:
         """Share of plain data."""
-        phases = tuple(PhaseBytes(**phase) for phase in data["phases"])
-        return cls(**{**data, "work": tuple(map(work_of, data["work"])), "phases": phases})
+        phases, alone = (tuple(PhaseBytes(**phase) for phase in data[name]) for name in ("phases", "alone"))
+        return cls(**{**data, "work": tuple(map(work_of, data["work"])), "phases": phases, "alone": alone})
 
 
 @frozen(kw_only=True)
@@ -83,13 +89,16 @@ class End:
 class Excerpt:
     """A measured excerpt. ``layers``: a share for each kind. ``ends``: its positions. ``unknown``: why there are none.
 
-    ``copies``: the ranks that hold copies of a parameter of each mesh, or shard it, of the excerpt. ``skew``: rows of
-    the rank beside the mean; None: routing is even.
+    ``copies``: the ranks that hold copies of a parameter of each mesh, or shard it, of the excerpt. ``shapes``: by
+    mesh, those of parameters, as a rank computes with them. ``shards``: as for how many ranks they are cut. ``skew``:
+    rows of the rank beside the mean; None: routing is even.
     """
 
     layers: Mapping[str, Share] = field(factory=dict)
     ends: tuple[End, ...] = ()
     copies: Sides = field(factory=dict)
+    shapes: Mapping[str, tuple[tuple[int, ...], ...]] = field(factory=dict)
+    shards: Sides = field(factory=dict)
     unknown: str = ""
     skew: float | None = None
 
@@ -104,6 +113,10 @@ class Excerpt:
         )
         return evolve(self, layers=layers, ends=ends)
 
+    def cuts(self, shards: Sides) -> tuple[int, ...]:
+        """Dimension along which each shape is cut, if so many ranks share a parameter of a mesh."""
+        return tuple(even_dim(shape, shards[side]) for side, shapes in self.shapes.items() for shape in shapes)
+
     def to_data(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
@@ -112,4 +125,6 @@ class Excerpt:
     def of_data(cls, data: Mapping[str, Any]) -> Excerpt:
         """Excerpt of :meth:`to_data`."""
         layers = {kind: Share.of_data(share) for kind, share in data["layers"].items()}
-        return cls(**{**data, "layers": layers, "ends": tuple(map(End.of_data, data["ends"]))})
+        shapes = {side: tuple(map(tuple, own)) for side, own in data["shapes"].items()}
+        ends = tuple(map(End.of_data, data["ends"]))
+        return cls(**{**data, "layers": layers, "ends": ends, "shapes": shapes})

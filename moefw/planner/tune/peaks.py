@@ -18,11 +18,13 @@ from moefw.runtime.pipeline.transfers import UNDER_WAY, Receive, Step, taken_by
 
 @frozen(kw_only=True)
 class PhaseBytes:
-    """What a phase leaves and needs, in bytes, without gradients and operands.
+    """What a phase leaves and needs, in bytes, without gradients, operands and what is gathered around all layers.
 
     ``starts`` and ``finishes``: whether its forward starts or finishes a movement of rows. ``saved``: left by forward
     for backward; ``freed``: by its backward. ``forward`` and ``backward``: the most that is in use while it runs,
-    beyond what is there when it begins; weights that are gathered for a pass count there alone.
+    beyond what is there when it begins; weights that are gathered for a pass count there alone. ``reducing``: that of
+    its backward from its first reduction of gradients on, and ``reduced``: the input of its last one, which is there
+    until the next phase reduces. ``backward`` is then that before; 0: it reduces nothing.
     """
 
     starts: bool
@@ -31,6 +33,8 @@ class PhaseBytes:
     freed: int
     forward: int
     backward: int
+    reducing: int
+    reduced: int
 
 
 @frozen(slots=False)
@@ -119,14 +123,16 @@ def _needs(entry: Entry, stages: Mapping[int, StageBytes]) -> Sequence[int]:
     forwards = iter(ahead)
     backwards = reversed(back)
     level = 0
+    reduced = 0
     most = {"F": 0, "B": 0}
     for kind in merged(ahead, back):
         if kind == "F":
             phase = next(forwards)
-            most[kind] = max(most[kind], level + phase.forward)
+            most[kind] = max(most[kind], level + reduced + phase.forward)
             level += phase.saved
         else:
             phase = next(backwards)
-            most[kind] = max(most[kind], level + phase.backward)
+            most[kind] = max(most[kind], level + reduced + phase.backward, level + phase.reducing)
+            reduced = phase.reduced or reduced
             level -= phase.freed
     return [most["F" if action.kind == "F" else "B"] for action in entry.passes]

@@ -119,8 +119,3 @@ def may_be_codes(owner: nn.Module, parameter: nn.Parameter) -> bool:
     Vectors stay as they are, and so do frozen matrices, which have no master. Factors of adapters are small.
     """
     return parameter.ndim > 1 and parameter.requires_grad and not isinstance(owner, Adapter | StackedAdapter)
-
-
-def even_dim(shape: Sequence[int], count: int) -> int:
-    """First dimension that ``count`` divides, so that all shards are equal; 0 if there is none."""
-    return next((dim for dim, size in enumerate(shape) if size % count == 0), 0)

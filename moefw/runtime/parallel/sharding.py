@@ -21,7 +21,8 @@ from moefw.core.records import Side
 from moefw.runtime.compute.coded_share import CodedShare
 from moefw.runtime.compute.coded_weight import CodedWeight
 from moefw.runtime.compute.primary_weights import Master
-from moefw.runtime.parallel.local_shards import even_dim, may_be_codes
+from moefw.runtime.parallel.cuts import even_dim
+from moefw.runtime.parallel.local_shards import may_be_codes
 from moefw.runtime.parallel.zero import remember, roots
 
 M = TypeVar("M", bound=nn.Module)
