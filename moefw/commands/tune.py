@@ -186,6 +186,7 @@ def _data(
         "ok": True,
         "problems": [],
         "counts": search.counts,
+        **({} if search.excerpts.skew is None else {"skew": search.excerpts.skew}),
         "error_of_ratio_percent": 100 * error_of_ratio(held_out()).share,
         "best": {**best.to_data(), "time": time.to_data()},
         "own": {**search.own.to_data(), **_beside(search.own, best, group)},
@@ -233,6 +234,11 @@ def _show(search: Search, best: Candidate, time: Forecast, group: Sequence[Candi
         f"the first, planned whole: a step takes {time.step.step_s:.4g} s, give or take {time.bar.percent:.0f} %: "
         f"{time.model_tflops_per_gpu:.0f} TFLOPS a GPU, {time.step.bound_by} take longest"
     )
+    skew = search.excerpts.skew
+    if skew is not None:
+        click.echo(
+            f"a rank has up to {skew:g} times the mean of rows: what fits, and how long a step takes, is of that one"
+        )
     own = search.own
     if own.step is not None:
         fits = "" if own.fits else f", and does not fit: {-(own.left_bytes or 0) / GIB:.1f} GiB are missing"
