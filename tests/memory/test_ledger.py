@@ -214,7 +214,9 @@ def test_a_ledger_is_measured_once_and_again_when_its_code_or_spec_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[int] = []
-    monkeypatch.setattr("moefw.planner.plans._measured", lambda _, count: measured.append(count) or _ledger_of(count))
+    monkeypatch.setattr(
+        "moefw.planner.plans._measured", lambda _, count, __: measured.append(count) or _ledger_of(count)
+    )
     assembly, other = assembly_of(SHARED_OUT, 8), assembly_of({**SHARED_OUT, "gemm": {"use": "loop"}}, 8)
     first = ledger(assembly, cache=tmp_path)
     assert ledger(assembly, cache=tmp_path) == first
@@ -249,7 +251,9 @@ def test_a_damaged_plan_counts_as_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
 ) -> None:
     measured: list[int] = []
-    monkeypatch.setattr("moefw.planner.plans._measured", lambda _, count: measured.append(count) or _ledger_of(count))
+    monkeypatch.setattr(
+        "moefw.planner.plans._measured", lambda _, count, __: measured.append(count) or _ledger_of(count)
+    )
     assembly = assembly_of(SHARED_OUT, 8)
     first = ledger(assembly, cache=tmp_path)
     (path,) = tmp_path.iterdir()
@@ -268,7 +272,7 @@ def test_a_cache_without_room_costs_a_measurement_and_leaves_nothing(
     def no_room(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("moefw.planner.plans._measured", lambda _, count: _ledger_of(count))
+    monkeypatch.setattr("moefw.planner.plans._measured", lambda _, count, __: _ledger_of(count))
     monkeypatch.setattr(os, "fsync", no_room)
     assert ledger(assembly_of(SHARED_OUT, 8), cache=tmp_path) == _ledger_of(2)
     assert not [*tmp_path.iterdir()]
