@@ -112,6 +112,24 @@ def test_a_composed_candidate_is_as_fast_and_as_large_as_its_whole_plan(settings
     assert composed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
 
 
+LAYERS: Settings = {MEMORY: [{"use": "recompute", "regions": ["layer"]}]}
+UNEVEN: Settings = {("model", "vocab_size"): 8 * 1009, ("train", "seq_len"): 64}
+"""A vocabulary that 8 ranks divide and 16 do not: these cut the embedding along its other side."""
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_composed_candidate_is_as_large_as_its_whole_plan_where_its_ranks_cut_another_side(pp: int) -> None:
+    search = search_of()
+    settings = {**search.space.own, PP: pp, EP: 2, **SHARDED, **LAYERS, **UNEVEN}
+    if pp == 2:
+        settings |= {("model", "vocab_size"): 4 * 1009}
+    assembly = search.resolve(settings, WORLD)
+    measured = search.excerpts.of(settings, assembly)
+    assert search.excerpts.measured == 2, "by few ranks, and cut as by all"
+    composed = Composer.of(assembly, measured.excerpt, measured.kinds).ledger()
+    assert composed.peak_bytes == pytest.approx(ledger(assembly).peak_bytes, rel=0.01)
+
+
 BUDGET: Settings = {("dispatch",): {"use": "alltoall", "rank_capacity": 1.25, "on_overflow": "rerun"}}
 RECOMPUTED: Settings = {MEMORY: [{"use": "recompute", "regions": ["mlp_norm", "dispatch", "expert_fc1"]}]}
 
