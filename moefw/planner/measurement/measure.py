@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
-from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 from attrs import evolve, fields, frozen
@@ -20,11 +19,10 @@ from moefw.core.context import BuildContext
 from moefw.core.contracts import Layout, Precision
 from moefw.core.errors import MoefwError, PluginError
 from moefw.core.plugin import DispatcherPlugin, OptimizerMemoryPolicyPlugin, Plugin, PrecisionPlugin
-from moefw.core.records import GemmPass
 from moefw.planner.measurement.alike import alike_positions
 from moefw.planner.measurement.gradient_sums import GradientSums
 from moefw.planner.measurement.layers import RunLayer
-from moefw.planner.measurement.micro_batch import BUFFERS, FP32, POOL, MicroBatch, RegionsAround
+from moefw.planner.measurement.micro_batch import BUFFERS, FP32, POOL, MicroBatch, Recording
 from moefw.planner.measurement.optimizer_states import measure_states
 from moefw.planner.measurement.skewed import skew_of
 from moefw.planner.measurement.usage import Usage
@@ -36,7 +34,7 @@ from moefw.recording.places import OUTSIDE, Place
 from moefw.recording.recorder import GATHERED, Recorder
 from moefw.runtime.compute.coded_share import Sharing
 from moefw.runtime.compute.coded_weight import CodedWeight
-from moefw.runtime.compute.weights import FORWARD, TRAINING
+from moefw.runtime.compute.weights import FORWARD
 from moefw.runtime.pipeline.timeline import most_in_flight
 from moefw.runtime.pipeline.transfers import Receive
 
@@ -132,15 +130,8 @@ def _beside_no_policies(assembly: Assembly, measured: _Recorded) -> Ledger:
         return evolve(ledger, regions=rows)
     runs = _with_stand_ins(assembly) if ledger.modelled else assembly
     without_policies = evolve(runs, parts=evolve(runs.parts, memory=()))
-    rank = recorded(
-        without_policies,
-        ledger.micro_batches,
-        ledger.position,
-        gradients=False,
-        only=measured.layers,
-        skew=ledger.skew,
-    )
-    with rank as (batch, _, _):
+    first = Recording(count=ledger.micro_batches, gradients=False, only=measured.layers, skew=ledger.skew)
+    with recorded(without_policies, ledger.position, first) as (batch, _, _):
         batch.forward()
         return evolve(ledger, regions=_with_bytes_without_policies(ledger.regions, _regions(batch)))
 
@@ -172,7 +163,9 @@ def _ledger(assembly: Assembly, count: int, position: int, skew: float | None) -
     Where rows beyond a budget make a step run again without it, the peak is that of the second run if this is larger.
     """
     has_schedule = assembly.layout.size("pp") > 1 or assembly.parts.pipeline.merges
-    with recorded(assembly, count, position, gradients=count > 1, skew=skew) as (batch, layout, shared):
+    first = Recording(count=count, gradients=False, skew=skew)
+    later = Recording(count=count, gradients=count > 1, skew=skew)
+    with recorded(assembly, position, later) as (batch, layout, shared):
         batch.forward()
         batch.backward()
         usage = Usage(batch, gradients=count > 1)
@@ -194,12 +187,12 @@ def _ledger(assembly: Assembly, count: int, position: int, skew: float | None) -
         peaks.append(evolve(peaks[0], place=EVALUATION, passing=beside_graph))
     most = max(peak.total for peak in peaks)
     if count > 1 and (gathers_once or most_before_gradients > most):
-        with recorded(assembly, count, position, gradients=False, skew=skew) as (batch, _, _):
+        with recorded(assembly, position, first) as (batch, _, _):
             batch.forward()
             batch.backward()
             peaks.append(Usage(batch, gradients=False).peak(all_gradients))
     if runs_again(assembly, skew):
-        with recorded(assembly, count, position, gradients=count > 1, skew=skew) as (batch, _, _):
+        with recorded(assembly, position, later) as (batch, _, _):
             batch.forward(dropless=True)
             batch.backward()
             peak = Usage(batch, gradients=count > 1).peak(all_gradients)
@@ -212,39 +205,25 @@ def _evaluation(assembly: Assembly, position: int, batch_bytes: int, skew: float
     train = assembly.spec.train
     windows = max(1, train.eval_tokens // train.seq_len)
     count = -(-windows // (train.micro_batch * assembly.layout.size("dp")))
-    with recorded(assembly, 1, position, gradients=False, passes=FORWARD, skew=skew) as (batch, _, _):
+    with recorded(assembly, position, Recording(count=1, gradients=False, passes=FORWARD, skew=skew)) as (batch, _, _):
         return count * batch_bytes + batch.evaluate(count)
 
 
 def _held(assembly: Assembly, count: int, position: int) -> Ledger:
     """Ledger with what is known without running a micro-batch."""
-    with recorded(assembly, count, position, gradients=False) as (batch, layout, shared):
+    with recorded(assembly, position, Recording(count=count, gradients=False)) as (batch, layout, shared):
         return with_held(batch, layout, shared, count)
 
 
 @contextmanager
-def recorded(
-    assembly: Assembly,
-    count: int,
-    position: int,
-    *,
-    gradients: bool,
-    passes: Sequence[GemmPass] = TRAINING,
-    by_phase: bool = False,
-    regions_around: RegionsAround | None = None,
-    only: Sequence[RunLayer] | None = None,
-    skew: float | None = None,
-    cut_for: Mapping[str, int] = MappingProxyType({}),
-) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
+def recorded(assembly: Assembly, position: int, recording: Recording) -> Iterator[tuple[MicroBatch, Layout, Shared]]:
     """Open the first rank of a position on pp: a recorded micro-batch that has not run, the layout, what parts share.
 
-    ``regions_around`` and ``cut_for``: see :class:`MicroBatch`. ``only``: the layers that are built and run; None: all
-    are built, and some are chosen to run. ``skew``: rows of the rank beside the mean; None: routing is even. All inside
-    lies on tensors without memory.
+    All inside lies on tensors without memory.
     """
     recorder = Recorder()
     shared = Shared()
-    routing = skew_of(assembly, skew)
+    routing = skew_of(assembly, recording.skew)
     plan = assembly.layout
     rank = next(rank for rank in range(plan.world) if plan.coordinates(rank).get("pp", 0) == position)
     with ExitStack() as stack:
@@ -252,20 +231,8 @@ def recorded(
         stack.enter_context(recorder)
         stack.callback(shared.close)
         layout = open_layout(assembly, "cpu")
-        batch = MicroBatch(
-            assembly,
-            layout,
-            shared,
-            recorder,
-            count=count,
-            gradients=gradients,
-            by_phase=by_phase,
-            regions_around=regions_around,
-            only=only,
-            skew=routing,
-            cut_for=cut_for,
-        )
-        stack.enter_context(batch.weights_shared(passes))
+        batch = MicroBatch(assembly, layout, shared, recorder, recording, routing)
+        stack.enter_context(batch.weights_shared())
         stack.enter_context(functions_known(recorder, batch.operations))
         yield batch, layout, shared
 

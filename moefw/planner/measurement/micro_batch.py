@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from moefw.compose.assembly import Assembly
@@ -53,17 +54,35 @@ SAVED: Final = (None, GATHERED)
 """Labels of the storages that forward allocates and backward frees."""
 
 
+@frozen(kw_only=True)
+class Recording:
+    """Which micro-batch of a step is recorded, and what of the model runs for it.
+
+    ``count``: the number of micro-batches of a step. ``gradients``: whether gradients of an earlier micro-batch exist
+    when this one begins. ``passes``: those for which operands of weights are made. ``by_phase``: whether each phase has
+    a graph of its own although the assembly's schedule does not ask for that. ``regions_around``: those of what stages
+    do before and behind their layers; None: that is outside of all regions. ``only``: the layers that are built and
+    run, of an earlier recording, which has noted their work; None: these are chosen, and all are built. ``skew``: rows
+    of the rank beside the mean; None: routing is even. ``cut_for``: by side, as for how many ranks FSDP cuts
+    parameters, if it is not for those that share them.
+    """
+
+    count: int
+    gradients: bool
+    passes: Sequence[GemmPass] = TRAINING
+    by_phase: bool = False
+    regions_around: RegionsAround | None = None
+    only: Sequence[RunLayer] | None = None
+    skew: float | None = None
+    cut_for: Mapping[str, int] = MappingProxyType({})
+
+
 @final
 class MicroBatch:
     """A model and its recorded micro-batch. A moment is a number of changes of the memory in use.
 
-    ``count``: the number of micro-batches of a step. ``gradients``: whether gradients of an earlier micro-batch exist
-    when this one begins. ``by_phase``: whether each phase has a graph of its own although the assembly's schedule does
-    not ask for that. ``regions_around``: those of what stages do before and behind their layers; None: that is outside
-    of all regions. ``only``: the layers that are built and run, of an earlier recording, which has noted their work;
-    None: these are chosen, and all are built. ``skew``: the routing of the world around it; None: it is even.
-    ``cut_for``: by side, as for how many ranks FSDP cuts parameters, if it is not for those that share them.
-    ``layers``: the layers that run. ``offloaded``: bytes of host memory by place.
+    ``routing``: that of the world around it, if it is skewed. ``layers``: the layers that run. ``offloaded``: bytes of
+    host memory by place.
     """
 
     def __init__(
@@ -72,92 +91,101 @@ class MicroBatch:
         layout: Layout,
         shared: Shared,
         recorder: Recorder,
-        *,
-        count: int,
-        gradients: bool,
-        by_phase: bool = False,
-        regions_around: RegionsAround | None = None,
-        only: Sequence[RunLayer] | None = None,
-        skew: Skew | None = None,
-        cut_for: Mapping[str, int] = MappingProxyType({}),
+        recording: Recording,
+        routing: Skew | None,
     ) -> None:
         self.assembly = assembly
-        self._cut_for = cut_for
-        self._skew = skew
-        self._regions_around = regions_around
         self.recorder = recorder
-        train = assembly.spec.train
-        is_played = layout.size("pp") > 1 or assembly.parts.pipeline.merges or train.delay_wgrads
-        self._reduced_once: Reduced = "micro_batch"
-        if count > 1:
-            self._reduced_once = "later" if is_played or not gradients else "step"
-        self._is_first = not gradients
-        self._only = only
+        self.recording = recording
+        self._routing = routing
         self.operations = Operations(recorder, layout)
-        self._noting: AbstractContextManager[Any] = self.operations if only is None else nullcontext()
+        self._noting: AbstractContextManager[Any] = self.operations if recording.only is None else nullcontext()
         self.sharding: Gathering | None = None
-        model: Any = build_model(
-            assembly,
-            layout,
-            torch.device("cpu"),
-            shared,
-            shard_by=self._shard_by,
-            watch=recorder.places,
-            only=None if only is None else [layer.number for layer in only],
-        )
-        self.model = model
-        self.layers: Sequence[RunLayer]
-        if only is not None:
-            self.layers = only
-        elif isinstance(self.model, InPhases):
-            self.layers = run_layers(assembly, self.model)
-        else:
-            self.layers = [RunLayer(number) for number in range(assembly.site.num_layers)]
-        # The last micro-batch runs by phases where its gradients are summed over ranks meanwhile. It needs the most.
-        ends_by_phase = (
-            isinstance(model, Pipelined)
-            and self.sharding is None
-            and Gradients(self.model, layout, getattr(torch, train.main_gradients)).start_early
-        )
-        self.steps: Sequence[Step] = model.link.steps(count) if is_played or ends_by_phase else ()
+        self.model: Any = self._built(layout, shared)
+        self.layers: Sequence[RunLayer] = self._layers_that_run()
+        ends_by_phase = self._ends_by_phase(layout)
+        self.steps: Sequence[Step] = ()
         """What this rank does in a step of a pipeline, or phase by phase; empty if it does neither."""
-        self.passes: dict[tuple[str, int], range] = {}
-        """The moments of the one recorded pass of each kind, ``F`` or ``B``, through each stage of this rank.
-
-        A pass begins where the one before ends, so the buffers that it receives count as its own.
-        """
-        self.link: Unconnected | None = None
-        self.saved_in: dict[int, range] = {}
-        """The moments between which forward of each stage saves what its backward needs."""
-        self._played: Iterator[Any] | None = None
-        self._by_phase = by_phase or assembly.parts.pipeline.merges or train.delay_wgrads or ends_by_phase
-        self.stages: dict[int, RecordedStage] = {}
-        """The stages of this rank that ran, by index."""
+        if self._is_played(layout) or ends_by_phase:
+            self.steps = self.model.link.steps(recording.count)
+        runs_by_phase = assembly.parts.pipeline.merges or assembly.spec.train.delay_wgrads or ends_by_phase
+        self._by_phase = recording.by_phase or runs_by_phase
         self.operations.learn_weights(self.model)
         recorder.label(self.model.parameters(), PARAMETERS)
         recorder.label(self.model.buffers(), BUFFERS)
-        self._begin_gradients(exist=gradients)
-        self.offloaded: Counter[Place] = Counter()
+        self._begin_gradients(exist=recording.gradients)
         self.begin = recorder.now
         """The moment before forward."""
         self.turn = recorder.now
         """The moment between forward and backward."""
         self.end = recorder.now
         """The moment after backward."""
+        self.offloaded: Counter[Place] = Counter()
+        self.stages: dict[int, RecordedStage] = {}
+        """The stages of this rank that ran, by index."""
+        self.saved_in: dict[int, range] = {}
+        """The moments between which forward of each stage saves what its backward needs."""
+        self.passes: dict[tuple[str, int], range] = {}
+        """The moments of the one recorded pass of each kind, ``F`` or ``B``, through each stage of this rank.
+
+        A pass begins where the one before ends, so the buffers that it receives count as its own.
+        """
+        self.link: Unconnected | None = None
+        self._played: Iterator[Any] | None = None
+        """The passes that are left of a micro-batch that is played; None: it is not played."""
         self._loss: Tensor | None = None
 
+    def _built(self, layout: Layout, shared: Shared) -> Any:
+        """The model, with all layers or those that the recording names."""
+        only = self.recording.only
+        return build_model(
+            self.assembly,
+            layout,
+            torch.device("cpu"),
+            shared,
+            shard_by=self._shard_by,
+            watch=self.recorder.places,
+            only=None if only is None else [layer.number for layer in only],
+        )
+
     def _shard_by(self, layout: Layout) -> Any:
+        """What stands for FSDP in the model that is built."""
+        recording = self.recording
+        reduced_once: Reduced = "micro_batch"
+        if recording.count > 1:
+            reduced_once = "later" if self._is_played(layout) or not recording.gradients else "step"
         self.sharding = Gathering(
             layout,
             self.recorder,
             self.operations,
-            reduced_once=self._reduced_once,
+            reduced_once=reduced_once,
             main_dtype=self._main_dtype,
-            is_first=self._is_first,
-            only=self._only,
-            cut_for=self._cut_for,
+            is_first=not recording.gradients,
+            only=recording.only,
+            cut_for=recording.cut_for,
         )
         return self.sharding
+
+    def _layers_that_run(self) -> Sequence[RunLayer]:
+        if self.recording.only is not None:
+            return self.recording.only
+        if isinstance(self.model, InPhases):
+            return run_layers(self.assembly, self.model)
+        return [RunLayer(number) for number in range(self.assembly.site.num_layers)]
+
+    def _is_played(self, layout: Layout) -> bool:
+        """Whether every micro-batch of a step runs in passes of a schedule."""
+        return layout.size("pp") > 1 or self.assembly.parts.pipeline.merges or self.assembly.spec.train.delay_wgrads
+
+    def _ends_by_phase(self, layout: Layout) -> bool:
+        """Whether the last micro-batch runs by phases, as its gradients are summed over ranks meanwhile.
+
+        It needs the most.
+        """
+        is_pipelined = isinstance(self.model, Pipelined)
+        if self.sharding is not None or not is_pipelined:
+            return False
+        return Gradients(self.model, layout, self._main_dtype).start_early
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -179,11 +207,11 @@ class MicroBatch:
         return next((unit.shards for unit in self.units if any(own is parameter for own in unit.parameters)), 1)
 
     @contextmanager
-    def weights_shared(self, passes: Sequence[GemmPass] = TRAINING) -> Iterator[None]:
-        """Enter the block in which micro-batches share the operands for ``passes`` of weights that are not gathered."""
+    def weights_shared(self) -> Iterator[None]:
+        """Enter the block in which micro-batches share the operands of weights that are not gathered."""
         gathered = {parameter for unit in self.units for parameter in unit.parameters}
         not_gathered = [parameter for parameter in self.model.parameters() if parameter not in gathered]
-        with shared_by_micro_batches(not_gathered, passes) as step:
+        with shared_by_micro_batches(not_gathered, self.recording.passes) as step:
             if self.sharding is not None:
                 self.sharding.step = step  # units add their parameters when they are first gathered
             yield
@@ -197,9 +225,9 @@ class MicroBatch:
     @property
     def skew(self) -> float | None:
         """Rows of the rank beside the mean; None: routing is even. 1 where no router chooses by scores."""
-        if self._skew is None:
+        if self._routing is None:
             return None
-        return self._skew.factor if self._skew.is_met else EVEN
+        return self._routing.factor if self._routing.is_met else EVEN
 
     def forward(self, *, dropless: bool = False) -> None:
         """Run forward. ``dropless``: as of a step that runs again without budgets of rows."""
@@ -323,8 +351,8 @@ class MicroBatch:
         def leave(value: Any) -> Any:
             return model.leave(stage, value)
 
-        if self._regions_around is not None:
-            before, behind = self._regions_around
+        if self.recording.regions_around is not None:
+            before, behind = self.recording.regions_around
             enter = self.recorder.places.inside(before, None, enter)
             leave = self.recorder.places.inside(behind, None, leave)
         recorded = RecordedStage(self.recorder, by_phase=self._by_phase)

@@ -14,7 +14,7 @@ from torch import nn
 from moefw.compose.assembly import Assembly
 from moefw.core.errors import MoefwError
 from moefw.planner.measurement.measure import recorded, stand_ins, with_held
-from moefw.planner.measurement.micro_batch import FP32, POOL, MicroBatch
+from moefw.planner.measurement.micro_batch import FP32, POOL, MicroBatch, Recording
 from moefw.planner.measurement.recorded_stage import RecordedStage
 from moefw.planner.measurement.usage import Usage
 from moefw.planner.report import Ledger, OnHost, Transfer, Work
@@ -116,17 +116,15 @@ class _Position:
     @classmethod
     def of(cls, assembly: ExcerptAssembly, position: int, kinds: Mapping[int, str], skew: float | None) -> _Position:
         """Record a position: in a step that runs again without budgets of rows, if rows are beyond them."""
-        rank = recorded(
-            assembly,
-            MICRO_BATCHES,
-            position,
+        recording = Recording(
+            count=MICRO_BATCHES,
             gradients=True,
             by_phase=assembly.by_phase,
             regions_around=(ENTER, LEAVE),
             skew=skew,
             cut_for=assembly.shards,
         )
-        with rank as (batch, layout, shared):
+        with recorded(assembly, position, recording) as (batch, layout, shared):
             batch.forward(dropless=runs_again(assembly, skew))
             batch.backward()
             usage = Usage(batch, gradients=True)
