@@ -28,6 +28,8 @@ LONGEST: Final = 4
 """Layers of a block at most."""
 POSITIONS: Final = 2
 """Positions on pp of an excerpt: without pp, what both have is in one."""
+CUTTING: Final = ("tp", "ep", "etp")
+"""Axes that decide the shapes of the parameters of a rank."""
 INSIDE: Final = ("cp", "tp", "ep", "etp")
 """Axes whose groups are the same in an excerpt."""
 Resolve = Callable[[Settings, int], Assembly]
@@ -77,23 +79,29 @@ class Excerpts:
     measured: int = 0
     from_cache: int = 0
     _known: dict[object, Measured] = field(factory=dict)
+    _like: dict[tuple[int, ...], Excerpt] = field(factory=dict)
+    """The first excerpt of each sizes of the axes that decide the shapes of parameters."""
     _code: dict[frozenset[str], Any] = field(factory=dict)
 
     def of(self, settings: Settings, assembly: Assembly) -> Measured:
         """Excerpt of the layers of an assembly with such settings, and their kinds.
 
         More ranks may cut parameters along another dimension than the few of an excerpt do, and copy what they gather
-        once more: then layers are measured once more, cut like that.
+        once more: then layers are measured as they cut them. Which do is known of shapes, so of an excerpt like it.
         """
         key = self._key(settings, assembly)
-        if key not in self._known:
-            self._known[key] = self._find(settings, assembly)
-        known = self._known[key]
-        cuts = known.excerpt.cuts(_shards(assembly))
-        if cuts == known.excerpt.cuts(known.excerpt.shards):
-            return known
+        sizes = tuple(assembly.layout.size(axis) for axis in CUTTING)
+        if sizes not in self._like:
+            first = self._known.get(key) or self._find(settings, assembly)
+            self._known[key] = first
+            if first.excerpt.unknown:
+                return first
+            self._like[sizes] = first.excerpt
+            self._known[key, first.excerpt.cuts(first.excerpt.shards)] = first
+        like = self._like[sizes]
+        cuts = like.cuts(_shards(assembly))
         if (key, cuts) not in self._known:
-            self._known[key, cuts] = self._find(settings, assembly, cuts)
+            self._known[key, cuts] = self._find(settings, assembly, like)
         return self._known[key, cuts]
 
     def _key(self, settings: Settings, assembly: Assembly) -> object:
@@ -105,19 +113,26 @@ class Excerpts:
         own = [(path, repr(value)) for path, value in settings.items() if path not in others]
         return tuple(own), _ranks_of_stage(assembly), assembly.parts.pipeline.merges
 
-    def _find(self, settings: Settings, assembly: Assembly, cuts: Sequence[int] = ()) -> Measured:
-        """Excerpt with the work of even routing. ``cuts``: along which dimensions parameters are cut for the assembly;
-        empty: as by the ranks of the excerpt.
+    def _find(self, settings: Settings, assembly: Assembly, like: Excerpt | None = None) -> Measured:
+        """Excerpt with the work of even routing.
+
+        ``like``: one with the same shapes, which says whether the assembly's ranks cut them as those of the excerpt;
+        None: that is unknown, and these do.
         """
         numbers = sorted(number for stages in assembly.stages for stage in stages for number in stage.layers)
         kinds = _named({number: repr(facts_of(assembly, number)) for number in numbers})
         small = self._small(settings, assembly)
+        shards = _shards(small)
+        cuts: Sequence[int] = ()
+        if like is not None and like.cuts(shards) != like.cuts(_shards(assembly)):
+            shards = _shards(assembly)
+            cuts = like.cuts(shards)
         part = _Part(
             assembly=small,
             stages=_stages([*kinds.values()], has_neighbours=_gathers_ahead(assembly)),
             kinds=kinds,
             by_phase=assembly.parts.pipeline.merges,
-            shards=_shards(assembly if cuts else small),
+            shards=shards,
             cuts=cuts,
         )
         even = self._excerpt(part, skew=None)

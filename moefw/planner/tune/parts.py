@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, Final
 
 from attrs import asdict, evolve, field, frozen
@@ -22,6 +23,8 @@ LEAVE: Final = "leave"
 """The region of what a stage does behind its layers: it passes tokens on, or computes the loss."""
 Sides = Mapping[str, int]
 """Bytes by mesh."""
+SMALL: Final = 0.01
+"""A parameter is small that has this share of all parameters, or less."""
 
 
 @frozen(kw_only=True)
@@ -114,8 +117,13 @@ class Excerpt:
         return evolve(self, layers=layers, ends=ends)
 
     def cuts(self, shards: Sides) -> tuple[int, ...]:
-        """Dimension along which each shape is cut, if so many ranks share a parameter of a mesh."""
-        return tuple(even_dim(shape, shards[side]) for side, shapes in self.shapes.items() for shape in shapes)
+        """Dimension along which each shape is cut, if so many ranks share a parameter of a mesh.
+
+        Small ones are left out: how they are cut changes next to nothing.
+        """
+        sizes = [(side, shape, prod(shape)) for side, shapes in self.shapes.items() for shape in shapes]
+        least = SMALL * sum(size for _, _, size in sizes)
+        return tuple(even_dim(shape, shards[side]) for side, shape, size in sizes if size > least)
 
     def to_data(self) -> dict[str, Any]:
         """Plain data."""
