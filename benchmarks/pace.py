@@ -21,10 +21,8 @@ from typing import IO, Final, final
 
 from moefw.system.python import python
 
-CHAINS: Final = 70
-LAYERS: Final = 110
-"""Half of the work is operators on a few values, half is products and passes over their rows: half a second, about."""
-OPERATORS: Final = 1000
+STEPS: Final = 16
+"""Steps of a small model that are the work: half a second, about, of Python, of small products and of passes."""
 
 
 @final
@@ -75,19 +73,14 @@ def work_when_asked() -> None:
     """Answer each line of the standard input with the seconds that the work took."""
     import torch
 
-    from moefw.planner.calibration.alone import Operators, work_of_a_layer
-    from moefw.planner.calibration.clocks import HostClock
+    from moefw.training.checked_steps import TREE
+    from moefw.training.small_steps import Steps, small_assembly
 
     device = torch.device("cpu")
-    operators = Operators(HostClock(device), device, OPERATORS)
-    layer = work_of_a_layer(device)
-    for _ in sys.stdin:
-        begun = time.thread_time()
-        for _ in range(CHAINS):
-            operators.backward_s()
-        for _ in range(LAYERS):
-            layer()
-        print(time.thread_time() - begun, flush=True)
+    with ExitStack() as stack:
+        steps = Steps(small_assembly(TREE, device, 1), device, stack)
+        for _ in sys.stdin:
+            print(sum(sum(steps.seconds(time.thread_time)) for _ in range(STEPS)), flush=True)
 
 
 def main() -> None:

@@ -133,13 +133,14 @@ def _calibrated(options: _Options, place: Place) -> None:
         hosts = everywhere(socket.gethostname(), world)
         groups = [groups_of(rank, hosts) for rank in range(place.world)]
         of_links = opened(groups, place.rank) if world is not None else {}
-        planned = [*measurements(device, sizes, options.repeats), *of_host]
+        # What Python takes drifts within a minute on a shared machine, and most: it is measured at three moments.
+        planned = [*of_host, *measurements(device, sizes, options.repeats), *of_host]
         for link in LINKS:
             if link in of_links:
                 nbytes = MESSAGE_BYTES[options.device]
                 group = of_links[link]
                 planned += link_measurements(link, group, device, nbytes=nbytes, repeats=options.repeats)
-        planned += [each.measurement for each in of_steps]
+        planned += [*of_host, *(each.measurement for each in of_steps)]
         tell = partial(click.echo, err=True) if place.rank == 0 else lambda _: None
         readings = measured(planned, world, on_cpu=options.device == "cpu", tell=tell)
         if place.rank == 0:

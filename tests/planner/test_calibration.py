@@ -80,6 +80,24 @@ def test_a_measurement_that_takes_long_has_fewer_repeats(monkeypatch: pytest.Mon
     assert reading(slow(LIMIT_S / 128), figure=float, repeats=20).repeats == 20
 
 
+def test_moments_have_one_reading_which_says_how_much_they_differ() -> None:
+    moments = [
+        Reading(value=value, spread=spread, repeats=4) for value, spread in ((10.0, 0.1), (12.0, 0.0), (15.0, 0.2))
+    ]
+    assert readings.of_moments(moments) == Reading(value=12.0, spread=5 / 12, repeats=12)
+    assert readings.of_moments(moments[:1]) == moments[0]
+
+
+def test_a_measurement_of_several_moments_is_read_at_each() -> None:
+    values = iter([1.0, 2.0, 9.0])
+    read = Measurement(name="a", unit="us", read=lambda: Reading(value=next(values), spread=0.0, repeats=4))
+    other = Measurement(name="b", unit="us", read=lambda: Reading(value=5.0, spread=0.0, repeats=4))
+    lines: list[str] = []
+    found = measured([read, other, read, read], None, on_cpu=False, tell=lines.append)
+    assert {name: each.value for name, each in found.of.items()} == {"a": 2.0, "b": 5.0}
+    assert [line.split(":")[0] for line in lines] == ["[1/4] a", "[2/4] b", "[3/4] a", "[4/4] a"]
+
+
 def test_ranks_that_measure_at_once_have_one_reading() -> None:
     of_ranks = [
         Reading(value=value, spread=spread, repeats=repeats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any, Final
@@ -12,7 +13,7 @@ from attrs import asdict, frozen
 from torch.distributed import ProcessGroup
 
 from moefw.planner.calibration.alone import Measurement
-from moefw.planner.calibration.readings import Reading, of_all_ranks
+from moefw.planner.calibration.readings import Reading, of_all_ranks, of_moments
 from moefw.runtime.communication.agreement import everywhere
 from moefw.system.stamps import stamp
 
@@ -38,29 +39,41 @@ def measured(
 ) -> Readings:
     """Readings of all ranks of ``group``; None: of this rank alone. Collective.
 
-    Ranks may have different measurements; each begins on all ranks that have it at the same time. ``tell`` gets a line
-    about each.
+    Ranks may have different measurements; each begins on all ranks that have it at the same time. One that is there
+    several times is read at as many moments: the median counts. ``tell`` gets a line about each.
     """
-    own = {each.name: each for each in measurements}
-    lists = everywhere([[each.name, each.unit] for each in own.values()], group)
-    units = {name: unit for of_rank in lists for name, unit in of_rank}
-    readings: dict[str, Reading] = {}
+    own = _numbered(measurements)
+    lists = everywhere([[*key, each.unit] for key, each in own.items()], group)
+    units = {(str(name), int(turn)): unit for of_rank in lists for name, turn, unit in of_rank}
+    moments: dict[str, list[Reading]] = defaultdict(list)
     failed: dict[str, str] = {}
     share: dict[str, float] = {}
-    for number, (name, unit) in enumerate(units.items(), 1):
+    for number, ((name, turn), unit) in enumerate(units.items(), 1):
         stamp(f"measuring {name}")
-        answers = everywhere(_answer(own.get(name)), group)
+        answers = everywhere(_answer(own.get((name, turn))), group)
         problems = [f"rank {rank}: {answer['failed']}" for rank, answer in enumerate(answers) if answer.get("failed")]
         if problems:
             failed[name] = "; ".join(problems)
             tell(f"[{number}/{len(units)}] {name}: failed: {failed[name]}")
             continue
         measuring = [answer for answer in answers if answer]
-        readings[name] = of_all_ranks([Reading(**answer["reading"]) for answer in measuring])
+        found = of_all_ranks([Reading(**answer["reading"]) for answer in measuring])
+        moments[name].append(found)
         if on_cpu:
-            share[name] = median(answer["share"] for answer in measuring)
-        tell(f"[{number}/{len(units)}] {name}: {in_words(readings[name], unit)}")
+            share[name] = min(share.get(name, 1.0), median(answer["share"] for answer in measuring))
+        tell(f"[{number}/{len(units)}] {name}: {in_words(found, unit)}")
+    readings = {name: of_moments(each) for name, each in moments.items() if name not in failed}
     return Readings(of=readings, failed=failed, share=share)
+
+
+def _numbered(measurements: Iterable[Measurement]) -> dict[tuple[str, int], Measurement]:
+    """Measurements by name and turn: how many of that name came before."""
+    turns: Counter[str] = Counter()
+    found = {}
+    for each in measurements:
+        found[each.name, turns[each.name]] = each
+        turns[each.name] += 1
+    return found
 
 
 def in_words(reading: Reading, unit: str) -> str:

@@ -56,3 +56,15 @@ def of_all_ranks(readings: Sequence[Reading]) -> Reading:
         spread=max(each.spread for each in readings),
         repeats=min(each.repeats for each in readings),
     )
+
+
+def of_moments(readings: Sequence[Reading]) -> Reading:
+    """Reading of several moments: their median, with the largest spread, within one of them or from one to another."""
+    values = [each.value for each in readings]
+    middle = median(values)
+    between = (max(values) - min(values)) / middle
+    return Reading(
+        value=middle,
+        spread=max(between, *(each.spread for each in readings)),
+        repeats=sum(each.repeats for each in readings),
+    )
