@@ -71,7 +71,7 @@ def test_what_is_broken_is_caught_and_named(must_catch: Callable[..., None], mad
     [
         (gemms.BuildsNothing, "(distribution this test 0) has no build(). Write one that returns a moefw.ExpertGemm."),
         (gemms.BuildsWithoutAContext, "is called as build(context): too many positional arguments"),
-        (gemms.AsksWithoutASite, "needs(): TypeError: "),
+        (gemms.AsksWithoutASite, "is called as needs(site): too many positional arguments"),
         (gemms.BuildsALayer, "build(): it returns a Linear, and not a moefw.ExpertGemm."),
     ],
 )
