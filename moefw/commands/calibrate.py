@@ -133,7 +133,7 @@ def _calibrated(options: _Options, place: Place) -> None:
         hosts = everywhere(socket.gethostname(), world)
         groups = [groups_of(rank, hosts) for rank in range(place.world)]
         of_links = opened(groups, place.rank) if world is not None else {}
-        # What Python takes drifts within a minute on a shared machine, and most: it is measured at three moments.
+        # Of all that is measured, what Python takes drifts most on a shared machine: so at three moments.
         planned = [*of_host, *measurements(device, sizes, options.repeats), *of_host]
         for link in LINKS:
             if link in of_links:

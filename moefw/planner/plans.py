@@ -12,7 +12,7 @@ from attrs import evolve
 from moefw.compose.assembly import Assembly
 from moefw.planner import cache as cache_files
 from moefw.planner.report import Ledger
-from moefw.planner.skew import EVEN, most
+from moefw.planner.skew import EVEN, largest_skew
 
 
 def ledger(
@@ -27,7 +27,7 @@ def ledger(
     even = _known(assembly, count, cache, None)
     if skew is None:
         return even
-    factor = min(skew, most(assembly))
+    factor = min(skew, largest_skew(assembly))
     if factor == EVEN:
         return evolve(even, skew=EVEN, even_peak_bytes=even.peak_bytes)
     return _known(assembly, count, cache, factor).with_work_of(even)

@@ -10,7 +10,7 @@ EVEN: Final = 1.0
 """Rows of the rank with most, beside the mean, where all ranks have equally many."""
 
 
-def most(assembly: Assembly) -> float:
+def largest_skew(assembly: Assembly) -> float:
     """The most rows that a rank can have, beside the mean: a token goes to K experts, and to each of them once."""
     dims = assembly.site.dims
     ranks = assembly.layout.size("ep")

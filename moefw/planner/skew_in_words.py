@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moefw.compose.assembly import Assembly
 from moefw.planner.report import Ledger
 from moefw.planner.sheets import unit_of
-from moefw.planner.skew import EVEN, most, runs_again
+from moefw.planner.skew import EVEN, largest_skew, runs_again
 
 
 def in_words(assembly: Assembly, plan: Ledger, asked: float) -> Iterator[str]:
@@ -36,7 +36,7 @@ def _why_no_more(assembly: Assembly, skew: float) -> str:
         return "the model has no experts"
     if assembly.layout.size("ep") == 1:
         return "all ranks hold all experts, so that each has the rows of its own tokens"
-    if skew < most(assembly):
+    if skew < largest_skew(assembly):
         name = assembly.parts.routing.name
         return f"{name} does not choose experts by scores, so that ranks have the rows that it gives them"
     return f"no rank can have more than {skew:g} times the mean of rows, as a token goes to an expert once"

@@ -16,7 +16,7 @@ from moefw.compose.assembly import Assembly
 from moefw.core.plugin import RouterPlugin
 from moefw.core.stages import Batch, Routing
 from moefw.planner import Ledger, ledger
-from moefw.planner.skew import most
+from moefw.planner.skew import largest_skew
 from moefw.planner.skew_in_words import in_words
 from moefw.recording.skew import Skew
 from moefw.runtime.compute.product import wide_linear
@@ -167,7 +167,7 @@ def test_what_bounds_the_rows_of_a_rank_is_told(
 ) -> None:
     assembly = assembly_of(tree, world)
     found = ledger(assembly, skew=asked)
-    assert found.skew == factor <= most(assembly)
+    assert found.skew == factor <= largest_skew(assembly)
     assert told in "; ".join(in_words(assembly, found, asked))
     if factor == 1.0:
         assert found.peak_bytes == found.even_peak_bytes == ledger(assembly).peak_bytes

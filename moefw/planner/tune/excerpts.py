@@ -16,7 +16,7 @@ from moefw.core.records import Stage
 from moefw.planner import cache as cache_files
 from moefw.planner.measurement.alike import facts_of
 from moefw.planner.plans import without_garbage_collection
-from moefw.planner.skew import EVEN, most
+from moefw.planner.skew import EVEN, largest_skew
 from moefw.planner.tune.parts import MICRO_BATCHES, SIDES, Excerpt, Sides
 from moefw.planner.tune.settings import Settings, pipeline_of
 from moefw.runtime.parallel.meshes import COPIES
@@ -80,7 +80,7 @@ class Excerpts:
     from_cache: int = 0
     _known: dict[object, Measured] = field(factory=dict)
     _like: dict[tuple[int, ...], Excerpt] = field(factory=dict)
-    """The first excerpt of each sizes of the axes that decide the shapes of parameters."""
+    """The first excerpt with some shapes of parameters, by the sizes of the axes that decide these."""
     _code: dict[frozenset[str], Any] = field(factory=dict)
 
     def of(self, settings: Settings, assembly: Assembly) -> Measured:
@@ -138,7 +138,7 @@ class Excerpts:
         even = self._excerpt(part, skew=None)
         if self.skew is None:
             return Measured(even, kinds)
-        factor = min(self.skew, most(small))
+        factor = min(self.skew, largest_skew(small))
         if factor == EVEN:
             return Measured(evolve(even, skew=EVEN), kinds)
         return Measured(self._excerpt(part, skew=factor).with_work_of(even), kinds)

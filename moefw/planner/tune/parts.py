@@ -22,7 +22,7 @@ ENTER: Final = "enter"
 LEAVE: Final = "leave"
 """The region of what a stage does behind its layers: it passes tokens on, or computes the loss."""
 Sides = Mapping[str, int]
-"""Bytes by mesh."""
+"""A number of bytes, or of ranks, by mesh."""
 SMALL: Final = 0.01
 """A parameter is small that has this share of all parameters, or less."""
 
