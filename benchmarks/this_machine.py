@@ -52,8 +52,8 @@ SPECS: Final = Path(__file__).with_suffix(".yaml")
 RANKS: Final = 2
 REPEATS: Final = 12
 """Repeats of each measurement of the calibration."""
-WARM_UP: Final = 4
-"""Steps before the first window."""
+WARM_UP: Final = 12
+"""Steps before the first window, in which the heaps of ranks grow."""
 WINDOWS: Final = 4
 WINDOW_S: Final = 0.6
 """Predicted seconds of a window."""
