@@ -19,7 +19,13 @@ def largest_skew(assembly: Assembly) -> float:
     return min(dims.top_k, dims.num_experts // ranks) * ranks / dims.top_k
 
 
+def room_for_rows(assembly: Assembly) -> float | None:
+    """Static rows of a rank, beside the mean, beyond which a step runs again; None: it has room for all."""
+    budgets = [least for layer in assembly.layers.values() for least in layer.facts.get("budget", ())]
+    return min(budgets, default=None)
+
+
 def runs_again(assembly: Assembly, factor: float | None) -> bool:
     """Whether ``factor`` times the mean of rows are more than a budget, without which the step then runs again."""
-    budgets = [least for layer in assembly.layers.values() for least in layer.facts.get("budget", ())]
-    return factor is not None and bool(budgets) and factor > min(budgets)
+    room = room_for_rows(assembly)
+    return factor is not None and room is not None and factor > room

@@ -518,6 +518,33 @@ def test_skewed_routing_is_slower_than_forced_balance_and_only_where_experts_are
         assert skewed.categories[name] == pytest.approx(even.categories[name])
 
 
+def test_a_step_with_more_rows_than_its_budget_takes_the_time_of_two_runs() -> None:
+    base = [
+        "--cluster",
+        "h100",
+        "--json",
+        "parallel.experts.ep=2",
+        "train.micro_batch=64",
+        "train.tokens_per_step=65536",
+    ]
+
+    def planned(skew: str, *budget: str) -> dict[str, Any]:
+        time: dict[str, Any] = json.loads(run(*base, "--skew", skew, *budget).output)
+        return {**time["seconds"], "step": time["time"]["step_time_s"]}
+
+    budget = ("dispatch={use: alltoall, rank_capacity: 1.25, on_overflow: rerun}",)
+    even, within, beyond = (planned(skew, *budget) for skew in ("1", "1.25", "1.5"))
+    without_budget = planned("1.5", "dispatch={use: alltoall}")
+    assert within["expert transfers"] == even["expert transfers"], "rows are static"
+    assert within["memory passes"] == even["memory passes"]
+    assert within["experts"] == pytest.approx(1.25 * even["experts"])
+    assert "dropped runs" not in within
+    assert beyond["dropped runs"] == pytest.approx(within["step"] - within["optimizer"], rel=0.02)
+    for name in ("expert transfers", "experts", "memory passes"):
+        assert beyond[name] == pytest.approx(without_budget[name], rel=0.15), name
+    assert beyond["step"] > 1.9 * without_budget["step"]
+
+
 def test_a_skew_makes_passes_over_rows_longer_and_the_peak_larger() -> None:
     even, skewed = (json.loads(run("--cluster", "h100", "--skew", skew, "--json").output) for skew in ("1", "1.5"))
     assert even["time"]["notes"] == []

@@ -33,7 +33,7 @@ H100 = cluster.read("h100")
 SCALE = Scale.of(fitted(), H100, figures())
 CATEGORIES = {
     *("products", "experts", "attention", "memory passes", "kernel gaps", "expert transfers", "other transfers"),
-    *("offloading", "host launches", "sums of gradients", "optimizer", "pipeline bubble"),
+    *("offloading", "host launches", "sums of gradients", "optimizer", "pipeline bubble", "dropped runs"),
 }
 COMPUTED = {"products": 0.2, "experts": 0.3, "attention": 0.1, "passes": 0.1, "launches": 100.0}
 
@@ -63,14 +63,24 @@ def test_what_costs_nothing_shortens_a_step_by_no_more_than_it_took() -> None:
         work_of(expert_transfers=0.3, tensor_transfers=0.2, gathers=0.3, stores=2.0), stores_s=0.3, fetches_s=0.5
     )
     categories = step_time(work, SCALE).categories
-    assert set(categories) == CATEGORIES
-    for category in CATEGORIES - {"pipeline bubble"}:
+    assert set(categories) == CATEGORIES - {"dropped runs"}
+    for category in set(categories) - {"pipeline bubble"}:
         # A pipeline that fills and empties plays a pass more for each eight.
         assert -1e-9 <= gain(category, work) <= categories[category] * 9 / 8 + 1e-9, category
     assert gain("experts", work_of()) > 0
     assert gain("offloading", work) > 0.5
     assert gain("pipeline bubble", work) == pytest.approx(categories["pipeline bubble"])
     assert gain("no category", work) == 0
+
+
+def test_a_run_that_a_step_drops_takes_what_its_micro_batches_take_and_no_ends_of_a_step() -> None:
+    once = evolve(work_of(experts=0.3), stores_s=0.3, fetches_s=0.5)
+    twice = evolve(once, dropped_run=once)
+    dropped = step_time(twice, SCALE).categories["dropped runs"]
+    assert gain("dropped runs", twice) == pytest.approx(dropped)
+    ends = step_time(once, SCALE).step_s - step_time(once.micro_batches_alone, SCALE).step_s
+    assert 0 < ends == pytest.approx(step_time(once, SCALE).step_s - dropped)
+    assert gain("experts", twice) == pytest.approx(2 * gain("experts", once)), "both runs multiply"
 
 
 def test_transfers_that_are_hidden_gain_little_and_computation_beside_longer_ones_nothing() -> None:
@@ -109,6 +119,7 @@ BASES: dict[str, dict[str, Any]] = {
     "sharded attention": {"parallel": {"dense": {"shard": "all"}, "experts": {"ep": 8}}},
     "pipeline": {"parallel": {"pp": 2, "experts": {"ep": 4}}},
     "blockwise": {"precision": {"use": "fp8-blockwise", "backend": "torch"}, "parallel": {"experts": {"ep": 8}}},
+    "budget": {"dispatch": {"use": "alltoall", "rank_capacity": 1.5, "on_overflow": "rerun"}},
     "loop": {"gemm": {"use": "loop"}, "parallel": {"experts": {"ep": 8}}},
     "recomputed": {"memory": [{"use": "recompute", "regions": ["attention"]}]},
     "one rank": {"parallel": {}},

@@ -19,6 +19,7 @@ from moefw.planner.cluster import Cluster
 from moefw.planner.data_files import read_file
 from moefw.planner.overhead import left_bytes
 from moefw.planner.report import Ledger
+from moefw.planner.skew import EVEN
 from moefw.planner.time.figures import generation_name
 from moefw.planner.time.forecast import Forecast
 
@@ -127,7 +128,7 @@ def _trial(
     if option.keeps_all and not _all_fits(time.plan, time.cluster):
         return None
     for changes in option.ways:
-        asked = overrides(changes, assembly)
+        asked = overrides(changes, assembly, skew=time.plan.skew or EVEN)
         if asked is None:
             continue
         if _accepts(assemble, asked):
@@ -153,14 +154,18 @@ def _all_fits(plan: Ledger, cluster: Cluster) -> bool:
     return left is not None and dropped <= left
 
 
-def overrides(changes: Sequence[Change], assembly: Assembly) -> tuple[str, ...] | None:
-    """Override of each change; None if the spec has made one of them already, has what is better, or lacks its key."""
+def overrides(changes: Sequence[Change], assembly: Assembly, *, skew: float = EVEN) -> tuple[str, ...] | None:
+    """Override of each change; None if the spec has made one of them already, has what is better, or lacks its key.
+
+    ``skew``: rows of the rank with most beside the mean.
+    """
     spec = assembly.resolved()
     sizes = assembly.layout.sizes
     tokens = assembly.spec.train.micro_batch * assembly.spec.train.seq_len
     known = {
         "tokens": str(tokens // (sizes.get("tp", 1) * sizes.get("cp", 1))),
         "node_ranks": str(assembly.site.ranks_per_node or ""),
+        "skew": f"{skew:g}",
     }
     values = [_value(change, spec, known) for change in changes]
     if None in values:

@@ -40,7 +40,8 @@ class Shapes:
 
     ``tokens``: of the residual stream of a rank in a micro-batch. ``etp``: ranks that share an expert. ``groups`` and
     ``top_groups``: a token's experts are in ``top_groups`` of so many groups; 1: anywhere. ``skew``: rows of the rank
-    with most beside the mean; 1: forced balance. ``itemsize``: bytes of a value that is sent to experts.
+    with most beside the mean; 1: forced balance. ``room``: rows that a plan has for each rank beside the mean, if they
+    are static. ``itemsize``: bytes of a value that is sent to experts.
 
     ``in_library``: whether a library moves rows, once to each node, over both links at once. ``is_static``: whether as
     much is sent whatever the routing.
@@ -56,9 +57,15 @@ class Shapes:
     groups: int = 1
     top_groups: int = 1
     skew: float = 1.0
+    room: float = 1.0
     itemsize: float = 2.0
     in_library: bool = False
     is_static: bool = False
+
+    @property
+    def more_rows(self) -> float:
+        """Rows of the rank with most beside those that a plan has."""
+        return max(1.0, self.skew / self.room)
 
 
 @frozen(kw_only=True, cache_hash=True)
@@ -314,8 +321,8 @@ class Costs:
         rows of the rank's own tokens.
         """
         if work.region.startswith(ROWS_OF_EXPERTS):
-            return self.shapes.skew
-        return (1 + self.shapes.skew) / 2 if work.region in EXPERT_REGIONS else 1.0
+            return self.shapes.more_rows
+        return (1 + self.shapes.more_rows) / 2 if work.region in EXPERT_REGIONS else 1.0
 
     def _launches(self, work: Work, region: Region | None) -> tuple[float, float]:
         """Launches of the host, and kernels that a CUDA graph launches, of one layer."""
@@ -412,7 +419,7 @@ class Costs:
 
     def skewed(self, seconds: float) -> float:
         """Seconds until the rank with most rows has them."""
-        return seconds * self.shapes.skew
+        return seconds * self.shapes.more_rows
 
     def deduplicated(self) -> float:
         """Seconds of a movement in which a token's row goes once to each node, and there once to each rank."""

@@ -14,7 +14,7 @@ from moefw.planner.cluster import PEAK_OF, Cluster
 from moefw.planner.data_files import Figure
 from moefw.planner.overhead import fits
 from moefw.planner.report import Ledger, Position, Work
-from moefw.planner.skew import EVEN
+from moefw.planner.skew import EVEN, room_for_rows, runs_again
 from moefw.planner.time import likeness, software
 from moefw.planner.time.costs import Costs, Shapes, is_attention
 from moefw.planner.time.figures import figures
@@ -224,7 +224,7 @@ def forecast(assembly: Assembly, plan: Ledger, cluster: Cluster, cluster_name: s
 
     implementation = software.implementation(runs.implementation)
 
-    def work_on(on: Cluster) -> StepWork:
+    def run_on(on: Cluster, shapes: Shapes) -> StepWork:
         return step_work(
             plan.positions,
             Costs(on, implementation, runs, shapes, figures(), _nodes(on, plan)),
@@ -232,6 +232,12 @@ def forecast(assembly: Assembly, plan: Ledger, cluster: Cluster, cluster_name: s
             micro_batches=plan.micro_batches,
             ep_overlap=bool(runs.ep_overlap),
         )
+
+    def work_on(on: Cluster) -> StepWork:
+        run = run_on(on, shapes)
+        if not runs_again(assembly, shapes.skew):
+            return run
+        return evolve(run, dropped_run=run_on(on, evolve(shapes, skew=shapes.room)))
 
     work = work_on(cluster)
     scale = Scale.of(fitted(), cluster, figures(), plan.world)
@@ -296,6 +302,7 @@ def shapes_of(assembly: Assembly, plan: Ledger) -> Shapes:
         groups=getattr(groups, "count", 1),
         top_groups=getattr(groups, "keep", 1),
         skew=plan.skew or EVEN,
+        room=room_for_rows(assembly) or EVEN,
         in_library=in_library,
         is_static=not in_library and getattr(dispatch, "max_tokens", None) is not None,
     )

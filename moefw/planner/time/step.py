@@ -17,6 +17,8 @@ BACKWARD: Final = ("backward", "recompute")
 BUBBLE: Final = "pipeline bubble"
 OFFLOADING: Final = "offloading"
 """The category of copies between a GPU and its host."""
+DROPPED_RUNS: Final = "dropped runs"
+"""The category of micro-batches whose rows are beyond a budget: the step drops their results, and runs them again."""
 BESIDE: Final = ("expert transfers", "other transfers", "sums of gradients", "host launches", OFFLOADING)
 """Categories that run beside others: only a part of them makes a step longer."""
 ROUNDING: Final = 1e-9
@@ -88,7 +90,8 @@ class StepWork:
     ``overlaps``: whether transfers of a pass run beside the other pass of its pair. ``way``: seconds from stage to
     stage, ``way_of_pairs`` behind a pair. ``once_s``: seconds of the GPU that end a step, ``sums_s`` of links, at the
     worst position. ``stores_s`` and ``fetches_s``: of copies of the optimizer's states between the GPU and its host,
-    and ``host_update_s`` of an update there.
+    and ``host_update_s`` of an update there. ``dropped_run``: that of the same micro-batches before,
+    with a budget of rows, if rows are beyond it.
     """
 
     passes: tuple[Passes, ...]
@@ -103,6 +106,12 @@ class StepWork:
     stores_s: float = 0.0
     fetches_s: float = 0.0
     host_update_s: float = 0.0
+    dropped_run: StepWork | None = None
+
+    @property
+    def micro_batches_alone(self) -> StepWork:
+        """The same without what ends a step."""
+        return evolve(self, once_s=0.0, sums_s=0.0, stores_s=0.0, fetches_s=0.0, host_update_s=0.0)
 
     def is_merged(self, key: Key) -> bool:
         """Whether transfers of experts run beside computation of the other pass."""
@@ -232,6 +241,9 @@ def step_time(work: StepWork, scale: Scale, factor: float = 1.0) -> StepTime:
     # A single stage waits for no other: the first forward and the last backward have no partner that hides transfers.
     bubble, unpaired = (beyond, 0.0) if len(busy) > 1 else (0.0, beyond)
 
+    dropped_run = 0.0
+    if work.dropped_run is not None:
+        dropped_run = step_time(work.dropped_run.micro_batches_alone, evolve(scale, step_s=0.0)).step_s
     ends = _ends(work, work.passes[busiest], scale)
     categories = {
         **_of_micro_batches(work, spent, scale),
@@ -240,10 +252,11 @@ def step_time(work: StepWork, scale: Scale, factor: float = 1.0) -> StepTime:
         "sums of gradients": work.sums_s,
         "optimizer": ends.update_s,
         BUBBLE: bubble,
+        DROPPED_RUNS: dropped_run,
         "batch and log": scale.step_s,
     }
     return StepTime(
-        step_s=factor * (played + longer + ends.sums_s + ends.update_s + ends.copies_s + scale.step_s),
+        step_s=factor * (played + longer + ends.sums_s + ends.update_s + ends.copies_s + dropped_run + scale.step_s),
         categories={name: factor * value for name, value in categories.items() if value},
         exposed_s=factor * (exposed + unpaired + ends.sums_s + ends.copies_s),
         waits_for_host_s=factor * max(0.0, waits + longer),
@@ -308,12 +321,14 @@ def seconds_without(category: str, work: StepWork, scale: Scale) -> float:
         work = evolve(work, sums_s=0.0)
     elif category == "optimizer":
         work = evolve(work, once_s=0.0, host_update_s=0.0)
+    elif category == DROPPED_RUNS:
+        work = evolve(work, dropped_run=None)
     step = step_time(work, scale)
     return step.step_s - (step.bubble_s if category == BUBBLE else 0.0)
 
 
 def _spending_none(work: StepWork, names: Sequence[str]) -> StepWork:
-    """The work with passes that spend nothing of these."""
+    """The work with passes that spend nothing of these, in both runs of a step."""
     nothing = dict.fromkeys(names, 0.0)
     return evolve(
         work,
@@ -322,6 +337,7 @@ def _spending_none(work: StepWork, names: Sequence[str]) -> StepWork:
             Passes(**{field.name: evolve(getattr(each, field.name), **nothing) for field in fields(Passes)})
             for each in work.passes
         ),
+        dropped_run=None if work.dropped_run is None else _spending_none(work.dropped_run, names),
     )
 
 
