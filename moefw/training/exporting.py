@@ -24,7 +24,14 @@ from moefw.models.huggingface.handed_on import CHAT, hand_on
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.stored import Description
 from moefw.models.huggingface.writing import Written, lay_out
-from moefw.models.huggingface.written import ROUTER, computed_routing, configurations, dense_layers, empty_tensors
+from moefw.models.huggingface.written import (
+    ROUTER,
+    computed_routing,
+    configurations,
+    dense_layers,
+    empty_tensors,
+    without_experts,
+)
 from moefw.plugins.data.source import tokenizer_beside
 from moefw.runtime.attention.rope_options import OWN
 from moefw.runtime.finite import all_finite
@@ -41,6 +48,11 @@ Form = Literal["bf16", "fp32", "fp8", "mxfp4", "nvfp4"]
 """How a folder holds weights: as values of a dtype, or some of them as codes and the others in bf16."""
 OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coeff", "mtp_layers", "num_dense_layers")
 """Options of a model that do not change what it computes, or that are compared in another form."""
+OF_EXPERTS: Final = (
+    *("num_experts", "top_k", "expert_dim", "biased_experts"),
+    *("shared_expert_dim", "shared_expert_gate"),
+)
+"""Options of a model that mean nothing where no layer has experts."""
 
 
 @frozen
@@ -181,8 +193,9 @@ def _computed(model: Tree, attention: Tree, routing: Tree) -> Iterator[tuple[str
     """Yield the options on which logits depend, in a form that is equal where these are."""
     dense = dense_layers(model)
     yield "model.dense_layers", dense
+    unused = OF_EXPERTS if without_experts(model) else ()
     for name, value in model.items():
-        if name not in (*OF_TRAINING, "dense_layers") and (name != "dense_dim" or dense):
+        if name not in (*OF_TRAINING, *unused, "dense_layers") and (name != "dense_dim" or dense):
             yield f"model.{name}", value
     rope = attention["rope"]
     own = {name: default if rope[name] is None else rope[name] for name, default in OWN[rope["kind"]].items()}
@@ -190,8 +203,9 @@ def _computed(model: Tree, attention: Tree, routing: Tree) -> Iterator[tuple[str
     for name, value in attention.items():
         if name not in ("kernel", "rope"):
             yield f"attention.{name}", value
-    for name, value in computed_routing(routing).items():
-        yield f"routing.{name}", value
+    if not without_experts(model):
+        for name, value in computed_routing(routing).items():
+            yield f"routing.{name}", value
 
 
 def _exported(saved: Reader) -> list[str]:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 import moefw
 from checkpoint_cases import spoil
 from command_here import complaint, moefw_says
-from hf_models import CLASSES, OWN, configurations, model_of, same, tensors_of
+from hf_models import CLASSES, DENSE_MODELS, OWN, VOCABULARY, configurations, model_of, same, tensors_of
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.compose.defaults import defaults
@@ -116,6 +116,27 @@ def test_transformers_computes_the_logits_of_a_checkpoint(
     wanted = oracle(input_ids=ids).logits
     found = moefw.from_pretrained(tmp_path / "out")(ids)
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("family", DENSE_MODELS)
+def test_a_model_without_experts_leaves_as_what_it_was(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    oracle = model_of(family)
+    oracle.save_pretrained(tmp_path / "in")
+    import_folder(tmp_path / "in", tmp_path / "run")
+    says = moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype=fp32")
+    assert says.endswith(f"holds the model of step 0: {family}, fp32\n")
+    assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "in"))
+    written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(written(input_ids=ids).logits, oracle(input_ids=ids).logits)
+
+
+def test_options_of_experts_do_not_keep_a_model_without_experts_from_leaving() -> None:
+    options = {"model": {"preset": "qwen3-moe-tiny", "num_dense_layers": 3, "shared_expert_dim": 64, "vocab_size": 64}}
+    assembly = assemble_tree({**options, "run": {"device": "cpu"}}, Marks("export"), defaults=defaults(), world=1)
+    assert config_of(assembly.resolved())["model_type"] == "qwen3"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor
 import moefw
 from coded_folders import save_fp8, save_mxfp4, save_nvfp4
 from command_here import moefw_says
-from hf_models import CLASSES, MODELS, SIZES, theirs
+from hf_models import CLASSES, sizes_of, theirs
 from moefw.runtime.compute.code_formats import FP8, MXFP4, NVFP4, CodeFormat
 
 WHOLE: Mapping[str, Mapping[str, Any]] = {
@@ -28,6 +28,8 @@ WHOLE: Mapping[str, Mapping[str, Any]] = {
     "olmoe": {},
     "deepseek_v3": {"moe_intermediate_size": 256, "kv_lora_rank": 120},
     "gpt_oss": {},
+    "llama": {"head_dim": 8},
+    "qwen3": {},
 }
 """Sizes of matrices of whole blocks, or of less than one, which ``transformers`` reads, too."""
 FORMS = {family: "mxfp4" if family == "gpt_oss" else "fp8" for family in WHOLE}
@@ -36,7 +38,7 @@ FORMS = {family: "mxfp4" if family == "gpt_oss" else "fp8" for family in WHOLE}
 def save(family: str, path: Path, **sizes: Any) -> Any:
     """Save a model in fp32 whose matrices are of whole blocks."""
     width = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256}
-    model = theirs(family, {**SIZES, **MODELS[family], **width, **WHOLE[family], **sizes})
+    model = theirs(family, {**sizes_of(family), **width, **WHOLE[family], **sizes})
     model.save_pretrained(path)
     return model
 

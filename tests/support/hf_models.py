@@ -214,9 +214,25 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 """A small model of each family."""
 
 
+DENSE_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"attention_bias": True, "head_dim": 12},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 8},
+}
+"""A small model of each family without experts."""
+
+
+def sizes_of(family: str) -> dict[str, Any]:
+    """Return the options of a small model of a family, with experts or without."""
+    if family in MODELS:
+        return {**SIZES, **MODELS[family]}
+    return {**{name: size for name, size in SIZES.items() if name != "num_experts_per_tok"}, **DENSE_MODELS[family]}
+
+
 def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return a small model of ``transformers``; biases of scores are fp32, as the library keeps them."""
-    model = theirs(family, {**SIZES, **MODELS[family]}).to(dtype)
+    model = theirs(family, sizes_of(family)).to(dtype)
     for name, tensor in model.named_buffers():
         if "correction_bias" in name:
             tensor.data = tensor.data.float()

@@ -52,6 +52,8 @@ SEPARATE: Final = frozenset(
     {"qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2"}
 )
 """Families whose folders have an expert a tensor."""
+ENCODED: Final = SEPARATE | {"llama", "mistral", "qwen2", "qwen3"}
+"""Families all of whose matrices are tensors of their own: those with an expert a tensor, and those without experts."""
 
 
 def _fp8_config(values: Sequence[str]) -> dict[str, Any]:
@@ -94,7 +96,7 @@ CODINGS: Final[Mapping[str, Coding]] = {
     "fp8": Coding(
         stored=Fp8,
         weights=MATRICES,
-        families=SEPARATE,
+        families=ENCODED,
         cuts_blocks_short=True,
         config=_fp8_config,
     ),
@@ -108,7 +110,7 @@ CODINGS: Final[Mapping[str, Coding]] = {
     "nvfp4": Coding(
         stored=Nvfp4,
         weights=MATRICES,
-        families=SEPARATE,
+        families=ENCODED,
         cuts_blocks_short=False,
         config=_nvfp4_config,
         joins=True,

@@ -14,6 +14,12 @@ def dense_layers(model: Tree) -> list[int]:
     return sorted({*range(model["num_dense_layers"]), *model["dense_layers"]})
 
 
+def without_experts(model: Tree) -> bool:
+    """Whether no layer has experts."""
+    num_layers: int = model["num_layers"]
+    return len(dense_layers(model)) == num_layers
+
+
 ROUTER: Final = "topk"
 """The only router that computes what families of Hugging Face do."""
 
@@ -39,7 +45,6 @@ def _decoder(model: Tree, attention: Tree) -> dict[str, Any]:
         "hidden_size": model["dim"],
         "num_hidden_layers": model["num_layers"],
         "num_attention_heads": attention["num_heads"],
-        "num_experts_per_tok": model["top_k"],
         "tie_word_embeddings": model["tie_embeddings"],
         "pad_token_id": model["pad_id"],
         "rms_norm_eps": model["norm_eps"],
@@ -54,7 +59,32 @@ def _grouped(model: Tree, attention: Tree) -> dict[str, Any]:
     return {**_decoder(model, attention), **heads}
 
 
-def _dense(model: Tree) -> dict[str, Any]:
+def _all_dense(model: Tree, attention: Tree) -> dict[str, Any]:
+    return {**_grouped(model, attention), "intermediate_size": model["dense_dim"]}
+
+
+def _llama(model: Tree, attention: Tree) -> dict[str, Any]:
+    return {**_all_dense(model, attention), "attention_bias": attention["qkv_bias"]}
+
+
+def _mistral(model: Tree, attention: Tree) -> dict[str, Any]:
+    return {**_all_dense(model, attention), "sliding_window": attention["window"]}
+
+
+def _dense_qwen2(model: Tree, attention: Tree) -> dict[str, Any]:
+    return {
+        **_all_dense(model, attention),
+        "use_sliding_window": attention["window"] is not None,
+        "sliding_window": attention["window"],
+        "layer_types": _kinds(model, attention),
+    }
+
+
+def _dense_qwen3(model: Tree, attention: Tree) -> dict[str, Any]:
+    return {**_dense_qwen2(model, attention), "attention_bias": attention["qkv_bias"]}
+
+
+def _some_dense(model: Tree) -> dict[str, Any]:
     return {"mlp_only_layers": dense_layers(model), "decoder_sparse_step": 1, "intermediate_size": model["dense_dim"]}
 
 
@@ -66,7 +96,7 @@ def _kinds(model: Tree, attention: Tree) -> list[str]:
 def _qwen3(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
     return {
         **_grouped(model, attention),
-        **_dense(model),
+        **_some_dense(model),
         "num_experts": model["num_experts"],
         "moe_intermediate_size": model["expert_dim"],
         "norm_topk_prob": not routing["pre_softmax"],
@@ -79,7 +109,7 @@ def _qwen3(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
 def _qwen2(model: Tree, attention: Tree, routing: Tree) -> dict[str, Any]:
     return {
         **_grouped(model, attention),
-        **_dense(model),
+        **_some_dense(model),
         "num_experts": model["num_experts"],
         "moe_intermediate_size": model["expert_dim"],
         "shared_expert_intermediate_size": model["shared_expert_dim"],
@@ -212,6 +242,14 @@ def empty_tensors(config: Tree) -> dict[str, tuple[int, ...]]:
     }
 
 
+DENSE_WRITERS: Final[Mapping[str, tuple[str, Callable[[Tree, Tree], dict[str, Any]]]]] = {
+    "llama": ("Llama", _llama),
+    "mistral": ("Mistral", _mistral),
+    "qwen2": ("Qwen2", _dense_qwen2),
+    "qwen3": ("Qwen3", _dense_qwen3),
+}
+"""For each family without experts, all of which have ``gqa``: the name of its classes, and its keys."""
+
 WRITERS: Final[Mapping[str, tuple[str, str, Callable[[Tree, Tree, Tree], dict[str, Any]]]]] = {
     "qwen3_moe": ("Qwen3Moe", "gqa", _qwen3),
     "qwen2_moe": ("Qwen2Moe", "gqa", _qwen2),
@@ -223,17 +261,25 @@ WRITERS: Final[Mapping[str, tuple[str, str, Callable[[Tree, Tree, Tree], dict[st
     "glm4_moe": ("Glm4Moe", "gqa", _glm4),
     "minimax_m2": ("MiniMaxM2", "gqa", _minimax_m2),
 }
-"""For each family: the name of its classes, its attention, and its keys, from model, attention and routing."""
+"""For each family with experts: the name of its classes, its attention, and its keys."""
 
 
 def configurations(model: Tree, attention: Tree, routing: Tree) -> dict[str, dict[str, Any]]:
-    """Configuration of each family with such an attention, whether or not it computes the same model."""
-    return {
-        family: {
-            "architectures": [f"{classes}ForCausalLM"],
-            "model_type": family,
-            **write(model, attention, routing),
-        }
-        for family, (classes, use, write) in WRITERS.items()
-        if attention["use"] == use
-    }
+    """Configuration of each family with such an attention, whether or not it computes the same model.
+
+    Families without experts are first, and only there if no layer has experts.
+    """
+    use = attention["use"]
+    by_family = {}
+    if use == "gqa" and without_experts(model):
+        for family, (classes, write) in DENSE_WRITERS.items():
+            by_family[family] = {**_named(family, classes), **write(model, attention)}
+    experts = {"num_experts_per_tok": model["top_k"]}
+    for family, (classes, of_use, write_with_experts) in WRITERS.items():
+        if of_use == use:
+            by_family[family] = {**_named(family, classes), **experts, **write_with_experts(model, attention, routing)}
+    return by_family
+
+
+def _named(family: str, classes: str) -> dict[str, Any]:
+    return {"architectures": [f"{classes}ForCausalLM"], "model_type": family}
