@@ -20,6 +20,16 @@ what a test class may set, and what certifying costs. A hook returns a list of c
 such a class returns what is in the last column, or else the class does the work itself.
 """
 
+OBSERVERS: Final = """
+An observer implements `moefw_check`, `moefw_before_step` or `moefw_after_step`. A spec names it in
+`run.observers: [progress]`, if its package declares the module:
+
+```toml
+[project.entry-points.moefw]
+progress = "moefw_progress"
+```
+"""
+
 COMMANDS: Final = """## Commands
 
 A package may also add commands to `moefw`. They are entry points of the group `moefw.commands`, each a `click.Command`:
@@ -51,7 +61,8 @@ def page() -> Iterator[str]:
     for hook in (moefw_check, moefw_probes, moefw_before_step, moefw_after_step):
         text = inspect.cleandoc(hook.__doc__ or "").replace("``", "`").partition("\n")[0]
         yield f"| `{hook.__name__}({', '.join(inspect.signature(hook).parameters)})` | {text} |"
-    yield f"\n{COMMANDS.rstrip()}"
+    yield OBSERVERS
+    yield COMMANDS.rstrip()
 
 
 def _name(kind: Kind) -> str:
