@@ -19,8 +19,9 @@ from moefw.compose.spec.source import Marks
 from moefw.core.data import TOKENIZER
 from moefw.core.errors import CheckpointError, MoefwError, Problem
 from moefw.models.huggingface.codings import CODINGS, Coding
+from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import FAMILIES
-from moefw.models.huggingface.handed_on import CHAT, hand_on
+from moefw.models.huggingface.handed_on import BASE_CONFIG, CHAT, hand_on
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.stored import Description
 from moefw.models.huggingface.writing import Written, lay_out
@@ -90,6 +91,7 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, form: Form) -> Ex
     empty = {name: (dtype, shape) for name, shape in empty_tensors(config).items()}
     described |= empty
     run_dir = Path(assembly.spec.run.dir)
+    config["max_position_embeddings"] = _positions(config, assembly, run_dir, is_trained=saved.manifest.step > 0)
     tokenizer = tokenizer_beside(run_dir / TOKENIZER)
     with new_folder(target) as scratch:
         lay_out(scratch, described)
@@ -117,6 +119,18 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, form: Form) -> Ex
     if empty:
         told.append(f"{family} is the family that computes this. It has shared experts; here they are empty tensors.")
     return Exported(family, tuple(told))
+
+
+def _positions(config: Tree, assembly: Assembly, run_dir: Path, *, is_trained: bool) -> int:
+    """Number of positions that the model takes: of the model that the run began with, or more if it trained on them.
+
+    Stretched positions are those of the spec, which says by how much.
+    """
+    number: int = config["max_position_embeddings"]
+    base = run_dir / BASE_CONFIG
+    if base.exists() and config["rope_parameters"]["rope_type"] == "default":
+        number = read_config(base).get("max_position_embeddings") or number
+    return max(number, assembly.spec.train.seq_len) if is_trained else number
 
 
 def _write(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moefw.compose.assembly import Assembly
 from moefw.compose.build import Shared, build_model, open_layout
 from moefw.core.data import TOKENIZER
-from moefw.models.huggingface.handed_on import CHAT, hand_on
+from moefw.models.huggingface.handed_on import BASE_CONFIG, CHAT, CONFIG, hand_on
 from moefw.models.huggingface.loading import router_states, wanted
 from moefw.models.huggingface.writing import Written
 from moefw.plugins.data.source import tokenizer_beside
@@ -61,3 +61,5 @@ def write_run(
             (scratch / TOKENIZER).write_bytes(content)
         for name in CHAT:
             hand_on(tokenizer.with_name(name), scratch / name)
+        for name in (CONFIG, BASE_CONFIG):  # of a folder of Hugging Face, or of another run
+            hand_on(tokenizer.with_name(name), scratch / BASE_CONFIG)

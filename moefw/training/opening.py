@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moefw.core.data import TOKENIZER
-from moefw.models.huggingface.handed_on import CHAT, hand_on
+from moefw.models.huggingface.handed_on import BASE_CONFIG, CHAT, CONFIG, hand_on
 from moefw.system.stamps import stamp
 from moefw.training.folder import kept_spec
 from moefw.training.full_disk import RunFiles
@@ -62,7 +62,7 @@ def _write_spec(session: Session, files: RunFiles) -> list[str]:
 
 
 def _write_tokenizer(session: Session, files: RunFiles) -> None:
-    """Write the tokenizer, and hand on the chat files of the folder whose weights the run begins with."""
+    """Write the tokenizer, and hand on the configuration and chat files beside the weights that the run begins with."""
     run_dir = session.run_dir
     weights = session.assembly.spec.train.weights
     with files.writing(run_dir / TOKENIZER):
@@ -71,3 +71,4 @@ def _write_tokenizer(session: Session, files: RunFiles) -> None:
             for name in CHAT:
                 if not (run_dir / name).exists():  # the data may have one of their own
                     hand_on(Path(weights) / name, run_dir / name)
+            hand_on(Path(weights) / CONFIG, run_dir / BASE_CONFIG)

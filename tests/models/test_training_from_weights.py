@@ -116,6 +116,24 @@ def test_a_run_goes_on_without_the_folder(folder: Path, tmp_path: Path) -> None:
     assert "holds no safetensors files" in complaint("train", spec)
 
 
+def positions(folder: Path) -> int:
+    number: int = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    return number
+
+
+@pytest.mark.parametrize("taken", [32768, 8])
+def test_a_model_leaves_with_the_positions_that_it_took_or_more_if_it_trained_on_them(
+    taken: int, folder: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text()) | {"max_position_embeddings": taken}
+    (copy / "config.json").write_text(json.dumps(config))
+    moefw_says("train", spec_of(tmp_path, copy))
+    shutil.rmtree(copy)
+    moefw_says("convert", "export", tmp_path / "run", tmp_path / "out")
+    assert positions(tmp_path / "out") == max(taken, 16)
+
+
 def test_weights_that_are_not_finite_are_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     tensors = tensors_of(copy)

@@ -12,6 +12,9 @@ from moefw.system.untrusted_files import read_regular
 CHAT: Final = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 """What a conversation with a model needs besides ``tokenizer.json``."""
 HANDED_ON: Final = (*CHAT, "tokenizer.json", "tokenizer.model", "added_tokens.json", "vocab.json", "merges.txt")
+CONFIG: Final = "config.json"
+BASE_CONFIG: Final = "base_config.json"
+"""What a run calls the ``config.json`` of the model with which it began: a run is no folder of Hugging Face."""
 MAX_BYTES: Final = 1 << 28
 """256 MiB, ten times the size of the tokenizers with the largest vocabularies."""
 
