@@ -11,7 +11,7 @@ from attrs import define, evolve, field, frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.compose.defaults import defaults
-from moefw.core.errors import MoefwError
+from moefw.core.errors import MoefwError, PlanError
 from moefw.core.records import Stage
 from moefw.planner import cache as cache_files
 from moefw.planner.measurement.alike import facts_of
@@ -165,21 +165,32 @@ class Excerpts:
         return excerpt
 
     def _small(self, settings: Settings, assembly: Assembly) -> Assembly:
-        """Assembly of the same layers with two positions on pp, and as few ranks as are like the candidate's."""
+        """Assembly of the same layers with two positions on pp, and as few ranks as are like the candidate's.
+
+        Raises PlanError for a model of fewer layers.
+        """
+        if assembly.site.num_layers < POSITIONS:
+            what = (
+                f"a search measures layers in {POSITIONS} stages, and the model has {assembly.site.num_layers} layer."
+            )
+            raise PlanError(what, "Search with another layer like it; moefw plan takes the model as it is.")
         train = assembly.spec.train
-        few = _ranks_of_stage(assembly)
-        for ranks in dict.fromkeys((few, assembly.layout.world // len(assembly.stages))):
+        few, all_of_stage = _ranks_of_stage(assembly), assembly.layout.world // len(assembly.stages)
+
+        def of(ranks: int) -> Assembly:
             dp = ranks * assembly.layout.size("dp") * len(assembly.stages) // assembly.layout.world
             tokens = MICRO_BATCHES * dp * train.micro_batch * train.seq_len
             paths = pipeline_of(assembly)
             values = dict(zip(paths, (POSITIONS, defaults()["pipeline"]), strict=True))
             others = {path: value for path, value in settings.items() if path not in paths}
-            try:
-                return self.resolve({**others, **values, ("train", "tokens_per_step"): tokens}, POSITIONS * ranks)
-            except MoefwError:
-                if ranks != few:
-                    raise
-        raise AssertionError("the last try returns or raises")
+            return self.resolve({**others, **values, ("train", "tokens_per_step"): tokens}, POSITIONS * ranks)
+
+        try:
+            return of(few)
+        except MoefwError:
+            if few == all_of_stage:
+                raise
+        return of(all_of_stage)
 
     def _sources(self, assembly: Assembly) -> Any:
         names = cache_files.packages(assembly)
