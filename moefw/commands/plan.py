@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,13 @@ def _number(_: click.Context, __: click.Parameter, value: float) -> float:
     return value
 
 
+def _finite(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    """The value, if there is one. Raises click.BadParameter for infinity and for what is no number."""
+    if value is not None and not isfinite(value):
+        raise click.BadParameter(f"{value} is no finite number.")
+    return value
+
+
 SKEW = click.option(
     "--skew",
     type=click.FloatRange(min=1.0, max=1000.0),
@@ -55,12 +62,14 @@ SKEW = click.option(
 @click.option(
     "--tokens",
     type=click.FloatRange(min=0.0, min_open=True),
+    callback=_finite,
     metavar="NUMBER",
     help="Say what this many tokens, such as 1e12, take of GPU-hours and cost on the cluster.",
 )
 @click.option(
     "--tokens-per-s-per-gpu",
     type=click.FloatRange(min=0.0, min_open=True),
+    callback=_finite,
     metavar="NUMBER",
     help="The speed of --tokens, of a run like this one, instead of the predicted one.",
 )
@@ -118,9 +127,7 @@ def plan(
             told = _predicted(spec, overrides, world, circumstances)
             registry = Registry()
             told = told.with_advice(
-                lambda more: specs.read(
-                    spec, [*overrides, *more], world, registry=registry, machine=circumstances.machine
-                )
+                lambda more: _read(spec, [*overrides, *more], world, circumstances, registry=registry)
             )
             told = told if tokens is None else told.with_budget(tokens, tokens_per_s_per_gpu)
         if html is not None:
@@ -149,9 +156,27 @@ def _show(told: Prediction | Comparison) -> None:
         show_comparison(told)
 
 
+def _read(
+    spec: str,
+    overrides: Sequence[str],
+    world: int | None,
+    circumstances: Circumstances,
+    *,
+    registry: Registry | None = None,
+) -> Assembly:
+    """Assembly of a spec on the cluster's GPUs, and on its nodes if the spec leaves them to the launcher."""
+
+    def read(*more: str) -> Assembly:
+        return specs.read(spec, [*overrides, *more], world, registry=registry, machine=circumstances.machine)
+
+    assembly = read()
+    ranks = circumstances.ranks_of_node(assembly)
+    return assembly if ranks is None else read(f"parallel.ranks_per_node={ranks}")
+
+
 def _predicted(spec: str, overrides: Sequence[str], world: int | None, circumstances: Circumstances) -> Prediction:
     """Prediction of a spec."""
-    assembly = specs.read(spec, overrides, world, machine=circumstances.machine)
+    assembly = _read(spec, overrides, world, circumstances)
     with waiting("running a step of a rank on tensors without memory"):
         return predict(assembly, circumstances, cache_dir() / PLANS)
 

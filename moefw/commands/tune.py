@@ -30,7 +30,7 @@ from moefw.planner.skew import EVEN
 from moefw.planner.time import software
 from moefw.planner.time.forecast import Forecast
 from moefw.planner.time.likeness import error_of_ratio, held_out
-from moefw.planner.time.nodes import node_gpus, power_of_two
+from moefw.planner.time.nodes import ranks_of_node
 from moefw.planner.tune.candidates import Candidate
 from moefw.planner.tune.excerpts import Excerpts
 from moefw.planner.tune.ranking import error_percent, fastest_of, percent_below_ties, tied
@@ -138,10 +138,9 @@ def _where(cluster: str, runs: software.Software) -> Where:
 
 
 def _nodes(own: Assembly, where: Where) -> Settings:
-    """Ranks of a node, a power of two as layouts are, where the spec leaves them to the launcher."""
-    if own.site.ranks_per_node is not None or where.cluster.links.node is None:
-        return {}
-    return {RANKS_PER_NODE: power_of_two(min(own.layout.world, node_gpus(where.cluster)))}
+    """Ranks of a node, where the spec leaves them to the launcher and they are not all in one."""
+    ranks = ranks_of_node(own, where.cluster)
+    return {} if ranks is None else {RANKS_PER_NODE: ranks}
 
 
 @contextmanager

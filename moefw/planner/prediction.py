@@ -24,6 +24,7 @@ from moefw.planner.report import Ledger
 from moefw.planner.skew import EVEN
 from moefw.planner.skew_in_words import in_words
 from moefw.planner.time import software
+from moefw.planner.time.nodes import ranks_of_node
 from moefw.planner.time.software import Software
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ class Circumstances:
         if self.cluster is None or self.cluster_name is None:
             return this_machine(device)
         return self.cluster.machine(self.cluster_name, device)
+
+    def ranks_of_node(self, assembly: Assembly) -> int | None:
+        """Ranks that share a node of the cluster; None: the spec says how many, all are in one, or it is unknown."""
+        return None if self.cluster is None else ranks_of_node(assembly, self.cluster)
 
     @classmethod
     def read(cls, cluster: str | None, runs_as: str | None, skew: float) -> Circumstances:

@@ -73,3 +73,11 @@ def test_tokens_without_a_speed_and_a_speed_without_tokens_are_refused(
     said = say("plan", spec, "--tokens-per-s-per-gpu", 10)
     assert said.code == 2
     assert "--tokens-per-s-per-gpu is the speed of --tokens" in said.err
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--tokens-per-s-per-gpu"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_numbers_that_are_none_are_refused(tmp_path: Path, option: str, value: str) -> None:
+    said = say("plan", small_spec(tmp_path), "--tokens", 10, option, value)
+    assert said.code == 2
+    assert f"Invalid value for '{option}': {value} is no finite number." in said.err

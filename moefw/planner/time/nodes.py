@@ -6,6 +6,7 @@ from typing import Final
 
 from attrs import frozen
 
+from moefw.compose.assembly import Assembly
 from moefw.planner.cluster import Cluster
 from moefw.planner.report import Transfer
 
@@ -93,6 +94,17 @@ def node_gpus(cluster: Cluster) -> int:
     if node is None:
         return 1
     return UNLIMITED if node.gpus is None else round(node.gpus.value)
+
+
+def ranks_of_node(assembly: Assembly, cluster: Cluster) -> int | None:
+    """Ranks that share a node of a cluster, as its launcher would say, a power of two as layouts use.
+
+    None: the spec says how many, or all of its ranks are in one node.
+    """
+    gpus = node_gpus(cluster)
+    if assembly.site.ranks_per_node is not None or cluster.links.node is None or assembly.layout.world <= gpus:
+        return None
+    return power_of_two(gpus)
 
 
 def power_of_two(number: int) -> int:
