@@ -14,6 +14,7 @@ from moefw.compose.machine import this_machine
 from moefw.compose.registry import Registry
 from moefw.compose.resolution import checks
 from moefw.compose.resolution.choosing import Choosing
+from moefw.compose.resolution.chosen import Placed
 from moefw.compose.resolution.matching import Matching, graph_demands, site_of, update_demands
 from moefw.compose.resolution.problems import Problems
 from moefw.compose.spec.origins import Origins
@@ -90,9 +91,11 @@ def assemble_tree(
     checks.check_freeze(problems, chosen, spec.train)
     checks.check_clip(problems, chosen, spec.train)
     parallel = chosen.find("parallel")
-    layout = problems.answer(parallel, "plan", LayoutPlan, world) if parallel else None  # type: ignore[type-abstract]
-    if layout is not None and not is_known(layout.sizes):
-        layout = None
+    layout = _layout(problems, parallel, world)
+    axes_of = layout
+    if layout is None and world is not None:
+        # Ranks fill no layout. What its options say of axes, the same in any world, can be wrong besides.
+        axes_of = _layout(problems, parallel, None)
 
     if not isinstance(machine, Machine):
         device = "auto" if spec.run is UNKNOWN or spec.run.device is UNKNOWN else spec.run.device
@@ -100,13 +103,15 @@ def assemble_tree(
     for_graphs = graph_demands(problems, spec.train, layout, trains=trains)
     demands = [*for_graphs, *update_demands(problems, chosen)]
     site, moe_layers = site_of(problems, chosen, layout, machine, trains=trains)
-    layers = Matching(problems, chosen, layout, demands, for_run=for_run).match(site, moe_layers)
+    layers = Matching(problems, chosen, axes_of, demands, for_run=for_run).match(site, moe_layers)
 
     if layout is not None:
         checks.check_batches(problems, chosen, layout, spec.train)
         checks.check_stages(problems, chosen, registry, layout, spec.train)
         if for_graphs:
             checks.check_graphs(problems, chosen, layout, spec.train, layers)
+    elif axes_of is not None:
+        checks.check_layers(problems, chosen, axes_of)
     if for_run:
         checks.check_routes(problems, chosen, spec)
     if files_here:
@@ -128,3 +133,9 @@ def assemble_tree(
         problems.tell(key_path(problem.where), problem)
     problems.raise_all(advise)
     return assembly
+
+
+def _layout(problems: Problems, parallel: Placed | None, world: int | None) -> LayoutPlan | None:
+    """Layout plan of a world, by default of the smallest that fits; None if there is none, or an option is unknown."""
+    layout = problems.answer(parallel, "plan", LayoutPlan, world) if parallel else None  # type: ignore[type-abstract]
+    return layout if layout is not None and is_known(layout.sizes) else None

@@ -30,16 +30,21 @@ def stage_problems(
         if pipeline.merges:
             yield from _problems_without_pp(schedule, layout, train)
         return
-    try:
-        stages_of(pipeline, model, layout)
-    except PlanError as error:
-        where = "parallel.pp" if pipeline.layout is None else "pipeline.layout"
-        yield from (evolve(problem, where=where) for problem in error.problems)
+    yield from layer_problems(pipeline, model, layout)
     if train.packing == "none":
         yield from _problems_of_step(schedule, micro_batches_of(layout, train), delay_wgrads=train.delay_wgrads)
     elif any([*pipeline.check_batches(ranks, count)] for count in range(1, 4 * ranks)):
         what = f"the number of packs differs from step to step, and {pipeline.name} cannot run every number."
         yield Problem(what, "Use train.packing: none, or pipeline: {use: 1f1b}.", "train.packing")
+
+
+def layer_problems(pipeline: PipelinePlugin, model: ModelPlugin, layout: LayoutPlan) -> Iterator[Problem]:
+    """Yield why layers do not fill the stages. ``Problem.where``: a key."""
+    try:
+        stages_of(pipeline, model, layout)
+    except PlanError as error:
+        where = "parallel.pp" if pipeline.layout is None else "pipeline.layout"
+        yield from (evolve(problem, where=where) for problem in error.problems)
 
 
 def micro_batches_of(layout: LayoutPlan, train: TrainSpec) -> int:

@@ -279,6 +279,14 @@ class TestRefusals:
         assert resolved(text, world=8).layout.sizes["edp"] == 2
         assert resolved(text).layout.world == 4
 
+    def test_axes_are_checked_in_a_world_that_the_layout_cannot_fill(self) -> None:
+        with pytest.raises(PlanError) as raised:
+            resolved("{parallel: {pp: 100, experts: {ep: 7}}}", world=6)
+        misfit, experts, stages = raised.value.problems
+        assert "6 ranks do not fit this layout" in misfit.what
+        assert "needs a size of axis ep that divides" in experts.what
+        assert "does not fill 100 pipeline stages" in stages.what
+
     def test_a_device_or_package_that_the_machine_lacks(self) -> None:
         @frozen
         class Needy(Plain):

@@ -18,7 +18,7 @@ from moefw.compose.routes import route_problems
 from moefw.compose.spec.sections import Spec, TrainSpec
 from moefw.compose.spec.source import key_path
 from moefw.compose.spec.unknown import UNKNOWN
-from moefw.compose.stages import stage_problems
+from moefw.compose.stages import layer_problems, stage_problems
 from moefw.core.contracts import LayoutPlan
 from moefw.core.errors import PlanError, Problem
 from moefw.core.plugin import OPTIMIZER, DataSourcePlugin, ModelPlugin, OptimizerMemoryPolicyPlugin
@@ -132,6 +132,16 @@ def check_stages(problems: Problems, chosen: Chosen, registry: Registry, layout:
         with problems.asking(pipeline.path, pipeline.part, "check_batches()"):
             schedule = PipelineSchedule(pipeline.part, layout.size("pp"), registry)
             for problem in stage_problems(schedule, model.part, layout, train):
+                problems.tell(key_path(problem.where), problem)
+
+
+def check_layers(problems: Problems, chosen: Chosen, layout: LayoutPlan) -> None:
+    """Report why the layers do not fill the pipeline stages of a layout."""
+    pipeline = chosen.find("pipeline")
+    model = chosen.find("model")
+    if pipeline and model and layout.size("pp") > 1:
+        with problems.asking(pipeline.path, pipeline.part):
+            for problem in layer_problems(pipeline.part, model.part, layout):
                 problems.tell(key_path(problem.where), problem)
 
 
