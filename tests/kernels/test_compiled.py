@@ -134,6 +134,8 @@ def others() -> dict[str, Case]:
         "rope of neighbours, back": Case(partial(call, "rope", "rotate", heads, *tables, True, True), (0, 0), TO_BF16),
         "hadamard": Case(partial(call, "hadamard", "hadamard", X), (0, 0), TO_BF16),
         "hadamard of columns": Case(partial(call, "hadamard", "hadamard", X.mT), (8, 0), TO_BF16),
+        "operand keys": Case(partial(call, "random", "operand_keys", INDEX, 1 << 60, 1)),
+        "operand keys of 16": Case(partial(call, "random", "operand_keys", INDEX, 1 << 60, 16), (4, 0)),
         "swizzle": Case(partial(call, "swizzle", "swizzle", BYTES, None, -2), (4, 1)),
         "swizzle rows": Case(partial(call, "swizzle", "swizzle", BYTES, ENDS, -2), (6, 1)),
         "swizzle columns": Case(partial(call, "swizzle", "swizzle", BYTES, ENDS, -1), (6, 1)),

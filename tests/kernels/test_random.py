@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from moefw.training.feed import Windows
 from moefw.training.seeds import sequence_seeds
 from moefw.training.session import Session
-from moefw_kernels.random import mix, token_keys, uniform
+from moefw_kernels.random import mix, operand_keys, token_keys, uniform
 
 SEEDS = torch.tensor([0, 1, 2, -5, 2**62])
 
@@ -104,3 +105,29 @@ def test_the_trainer_gives_a_sequence_the_same_seed_in_every_layout() -> None:
     for ranks, micro_batch in ((1, 4), (2, 3), (3, 1)):
         assert torch.equal(torch.cat([seeds_of(rank, ranks, micro_batch, 3) for rank in range(ranks)]), whole)
     assert not set(whole.tolist()) & set(seeds_of(0, 1, 12, step=4).tolist())
+
+
+SALTS = (5, -7 << 40, (1 << 63) - 1)
+
+
+@pytest.mark.parametrize("salt", SALTS)
+def test_an_operand_has_keys_of_its_own_and_rows_of_several_those_of_the_first(salt: int) -> None:
+    keys_R = token_keys(SEEDS, torch.arange(8), salt=3)
+    keys = operand_keys(keys_R, salt)
+    assert torch.equal(keys, mix(keys_R ^ salt))
+    by_hand = [mix(keys[row // 16 * 16] ^ mix(torch.tensor(row % 16 + 1))) for row in range(48)]
+    assert torch.equal(operand_keys(keys_R, salt, size=16), torch.stack(by_hand))
+
+
+def the_kernel_has_the_bits_of_the_reference() -> None:
+    from moefw_kernels.random import reference, triton
+
+    for rows in (0, 1, 16, 40, 3000):
+        keys_R = token_keys(torch.tensor([7]), torch.arange(rows), salt=1)
+        for salt in SALTS:
+            for size in (1, 16):
+                assert torch.equal(triton.operand_keys(keys_R, salt, size), reference.operand_keys(keys_R, salt, size))
+
+
+def test_the_kernel_of_keys(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(the_kernel_has_the_bits_of_the_reference).result()

@@ -26,6 +26,7 @@ PACKAGES = (
     "permute",
     "permute_quantize",
     "quantize",
+    "random",
     "rope",
     "routing",
     "routing.balance",

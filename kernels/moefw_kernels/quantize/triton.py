@@ -22,6 +22,7 @@ from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.reference import axis_of
 from moefw_kernels.quantize.rows import Scales
 from moefw_kernels.quantize.scales import BlockScales, nvfp4_global_scale
+from moefw_kernels.random.triton import mix
 
 _EXACT: Final = tl.constexpr(0)
 _POWER_OF_TWO: Final = tl.constexpr(1)
@@ -32,8 +33,6 @@ _NAN: Final = tl.constexpr(0x7FC00000)
 _FP32_MAX: Final = tl.constexpr(0x7F7FFFFF)
 _E4M3_MAX: Final = tl.constexpr(0x43E00000)
 _GAMMA: Final = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
-_FIRST: Final = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
-_SECOND: Final = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
 
 @triton.jit
@@ -213,14 +212,6 @@ def _blocks_kernel(
 
 
 @triton.jit
-def _hash(x):
-    """``moefw_kernels.random.mix``. Masks clear the bits into which ``>>`` extends the sign."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-@triton.jit
 def _nvfp4_kernel(
     x, encoders, decoders, keys, codes, scales,
     rows, columns, x_stride, r_stride, c_stride, level_stride, block_stride, key_rows,
@@ -268,7 +259,7 @@ def _nvfp4_kernel(
         if TRANSPOSED:
             r, c = c, r
         key = tl.load(keys + matrix * key_rows + r, mask=r < key_rows, other=0)
-        word = (_hash(key + (c + 1) * _GAMMA) >> 40) & 0xFFFFFF
+        word = (mix(key + (c + 1) * _GAMMA) >> 40) & 0xFFFFFF
         draws = tl.reshape(word.to(tl.float32) * 5.9604644775390625e-08, (R, C // 16, 16))
     code = _encode(blocks * _float(tl.where(broken, _NAN, inverse)), draws, 1, 0, 0x40C00000, 3, 7)
     code = tl.where(real, tl.reshape(code, (R, C)), 0)

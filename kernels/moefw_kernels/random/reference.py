@@ -52,6 +52,15 @@ def salted(keys_T: Tensor, salt: int) -> Tensor:
     return mix(keys_T ^ _signed(salt % (1 << 64)))
 
 
+def operand_keys(keys_R: Tensor, salt: int, size: int) -> Tensor:
+    """Keys of an operand's rows: see ``moefw_kernels.random.operand_keys``."""
+    first_R = salted(keys_R[::size], salt)
+    if size == 1:
+        return first_R
+    places = mix(torch.arange(1, size + 1, device=keys_R.device))
+    return mix(first_R.unsqueeze(1) ^ places).flatten()
+
+
 def stream(key: int, places: Tensor) -> Tensor:
     """64 random bits, as int64, at each place (int64, any shape) of the SplitMix64 stream of a 64-bit key."""
     return mix((places + 1) * _GAMMA + _signed(key % (1 << 64)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import final
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,7 +12,7 @@ from moefw.core.records import GemmPass, Role, RowGroups
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
 from moefw_kernels.hadamard import SIZE, hadamard
 from moefw_kernels.quantize import BlockScales, Quantized, matrix_amax, quantize_nvfp4
-from moefw_kernels.random import mix
+from moefw_kernels.random import operand_keys
 
 
 @final
@@ -52,24 +51,15 @@ class FourBits(Encoder):
             if self.square_weights:
                 block = (SIZE, SIZE)
             return quantize_nvfp4(x, block=block, global_amax=matrix_amax(x))
+        turns = self._turns and during == "wgrad"
         keys_R = None
         if self.draws and role == "grad" and rows.keys_R is not None:
-            keys_R = mix(rows.keys_R ^ salt(f"{self._place}.{during}"))
-        if self._turns and during == "wgrad":
+            # A turned row mixes 16. The first is never padding, whose key is 0 in every group.
+            keys_R = operand_keys(rows.keys_R, salt(f"{self._place}.{during}"), size=SIZE if turns else 1)
+        if turns:
             x = hadamard(F.pad(x, (0, 0, 0, -x.shape[-2] % SIZE)), axis=-2)
-            if keys_R is not None:
-                keys_R = turned(keys_R)
         scales: BlockScales = "nearest" if keys_R is None else self._drawn_scales
         return quantize_nvfp4(x, block=block, keys=keys_R, ends_e=rows.ends_e, scales=scales)
-
-
-def turned(keys_R: Tensor) -> Tensor:
-    """Keys of transformed rows, each of which mixes 16 rows, from the key of the first of these 16.
-
-    The first is never padding, whose key is 0 in every group.
-    """
-    places = mix(torch.arange(1, SIZE + 1, device=keys_R.device))
-    return mix(keys_R[::SIZE].unsqueeze(1) ^ places).flatten()
 
 
 def salt(place: str) -> int:
