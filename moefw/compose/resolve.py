@@ -93,7 +93,7 @@ def assemble_tree(
     parallel = chosen.find("parallel")
     layout = _layout(problems, parallel, world)
     axes_of = layout
-    if layout is None and world is not None:
+    if layout is None and world is not None and not problems.blames_a_plugin:
         # Ranks fill no layout. What its options say of axes, the same in any world, can be wrong besides.
         axes_of = _layout(problems, parallel, None)
 

@@ -40,6 +40,11 @@ class Problems:
         if placed not in self._of[kind]:
             self._of[kind].append(placed)
 
+    @property
+    def blames_a_plugin(self) -> bool:
+        """Whether a part has made a mistake: what else it says is worth nothing."""
+        return bool(self._of[PluginError])
+
     def raise_all(self, advise: Callable[[Problem], Problem]) -> None:
         """Raise all problems, as the first kind of error among them, each as ``advise`` returns it."""
         for kind, problems in self._of.items():
