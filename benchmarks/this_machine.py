@@ -4,7 +4,7 @@ Calibrates the machine for two ranks, predicts each spec of ``this_machine.yaml`
 with ``moefw train``. Processor time is that of the ranks' processes between two steps, so no start is in it. A/A is the
 difference of two halves of the windows of one run, in which nothing was changed. The pace is what a fixed piece of work
 took before and behind a run, beside what it took before and behind the calibration: above 1, the machine was slower.
-Takes five to ten minutes of an idle machine.
+Takes five to eleven minutes of an idle machine.
 
     python benchmarks/this_machine.py [--cluster NAME|FILE.yaml] [--part six|choices] [--only SPEC]
 

@@ -118,9 +118,6 @@ def test_transformers_computes_the_logits_of_a_checkpoint(
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-WAYS = ("in", "out")
-
-
 @pytest.mark.parametrize("family", DENSE_MODELS)
 def test_a_model_without_experts_leaves_as_what_it_was(family: str, tmp_path: Path) -> None:
     import transformers
@@ -131,8 +128,8 @@ def test_a_model_without_experts_leaves_as_what_it_was(family: str, tmp_path: Pa
     says = moefw_says("convert", "export", tmp_path / "run", tmp_path / "out", "--dtype=fp32")
     assert says.endswith(f"holds the model of step 0: {family}, fp32\n")
     assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "in"))
-    longest = [json.loads((tmp_path / way / "config.json").read_text())["max_position_embeddings"] for way in WAYS]
-    assert longest[0] == longest[1]
+    came, left = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "out"))
+    assert left["max_position_embeddings"] == came["max_position_embeddings"]
     written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(written(input_ids=ids).logits, oracle(input_ids=ids).logits)

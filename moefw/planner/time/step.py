@@ -90,8 +90,8 @@ class StepWork:
     ``overlaps``: whether transfers of a pass run beside the other pass of its pair. ``way``: seconds from stage to
     stage, ``way_of_pairs`` behind a pair. ``once_s``: seconds of the GPU that end a step, ``sums_s`` of links, at the
     worst position. ``stores_s`` and ``fetches_s``: of copies of the optimizer's states between the GPU and its host,
-    and ``host_update_s`` of an update there. ``dropped_run``: that of the same micro-batches before,
-    with a budget of rows, if rows are beyond it.
+    and ``host_update_s`` of an update there. ``dropped_run``: work of the run with a budget of rows that comes before;
+    None: rows are within it.
     """
 
     passes: tuple[Passes, ...]
@@ -241,9 +241,9 @@ def step_time(work: StepWork, scale: Scale, factor: float = 1.0) -> StepTime:
     # A single stage waits for no other: the first forward and the last backward have no partner that hides transfers.
     bubble, unpaired = (beyond, 0.0) if len(busy) > 1 else (0.0, beyond)
 
-    dropped_run = 0.0
+    dropped_s = 0.0
     if work.dropped_run is not None:
-        dropped_run = step_time(work.dropped_run.micro_batches_alone, evolve(scale, step_s=0.0)).step_s
+        dropped_s = step_time(work.dropped_run.micro_batches_alone, evolve(scale, step_s=0.0)).step_s
     ends = _ends(work, work.passes[busiest], scale)
     categories = {
         **_of_micro_batches(work, spent, scale),
@@ -252,11 +252,11 @@ def step_time(work: StepWork, scale: Scale, factor: float = 1.0) -> StepTime:
         "sums of gradients": work.sums_s,
         "optimizer": ends.update_s,
         BUBBLE: bubble,
-        DROPPED_RUNS: dropped_run,
+        DROPPED_RUNS: dropped_s,
         "batch and log": scale.step_s,
     }
     return StepTime(
-        step_s=factor * (played + longer + ends.sums_s + ends.update_s + ends.copies_s + dropped_run + scale.step_s),
+        step_s=factor * (played + longer + ends.sums_s + ends.update_s + ends.copies_s + dropped_s + scale.step_s),
         categories={name: factor * value for name, value in categories.items() if value},
         exposed_s=factor * (exposed + unpaired + ends.sums_s + ends.copies_s),
         waits_for_host_s=factor * max(0.0, waits + longer),
