@@ -226,7 +226,7 @@ def _backend(device: torch.device, store: Any, world: int) -> str:
 
 
 def _join(backend: str, device: torch.device, **world: Any) -> None:
-    """Join the world. NCCL is told its GPU, so that it connects at once and smaller groups are split from the world."""
+    """Join the world. NCCL is told its GPU, so that it connects at once."""
     dist.init_process_group(backend, device_id=device if backend == "nccl" else None, **world)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -35,7 +35,7 @@ class OpenedLayout(Layout):
         if ranks not in self._opened:
             group = dist.group.WORLD
             if len(ranks) < self.plan.world:
-                group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
+                group = _connected(ranks)
             assert group is not None
             self._opened[ranks] = group
         return self._opened[ranks]
@@ -51,7 +51,24 @@ def second_group(ranks: tuple[int, ...]) -> ProcessGroup | None:
     """Process group of ``ranks`` with a communicator of its own, or None if it is this rank alone. Collective."""
     if len(ranks) == 1:
         return None
-    group: ProcessGroup = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
+    return _connected(ranks)
+
+
+def _connected(ranks: tuple[int, ...]) -> ProcessGroup:
+    """New process group of ranks, which connect without the others: these may not have such a group, or open it later.
+
+    Of a world that is bound to its GPUs, PyTorch makes groups by ``ncclCommSplit``, and waits there for every rank of
+    the world. So the world is not bound meanwhile. The group is told the GPU instead, to connect at once as well.
+    """
+    world: Any = dist.group.WORLD
+    gpu = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        group: ProcessGroup = dist.new_group(
+            list(ranks), timeout=TIMEOUT, use_local_synchronization=True, device_id=gpu
+        )
+    finally:
+        world.bound_device_id = gpu
     return group
 
 
