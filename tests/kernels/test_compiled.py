@@ -167,7 +167,8 @@ def others() -> dict[str, Case]:
     order = none(131072, dtype=torch.int32)
     cases["tokens and rows"] = Case(partial(call, "permute", "tokens_and_rows", order, 131072, 8), (0, 8))
     cases["empty groups"] = Case(partial(call, "empty_groups", "clear_empty_groups", none(8, 2048, 768), ENDS), (2, 0))
-    cases["take"] = Case(partial(call, "paged_copy", "take", pages, COUNT, 16384), (13, 3))
+    # All threads read the counters before one of them writes these.
+    cases["take"] = Case(partial(call, "paged_copy", "take", pages, COUNT, 16384), (13, 3), ("bar.sync",))
     cases["free"] = Case(partial(call, "paged_copy", "free", pages, INDEX[:256]), (2, 10))
     return cases
 

@@ -37,6 +37,8 @@ def _take_kernel(
             at = tl.where(number < near, at, num_near + (taken_far + number - near) % num_far)
         page = tl.load(ring + at, mask=number < near + far, other=-1)
         tl.store(table + number, page, mask=number < length)
+    # Each thread has read the counters for itself, and one of them writes these.
+    tl.debug_barrier()
     tl.store(counters, taken_near + near)
     tl.store(counters + 2, taken_far + far)
     tl.store(missing, tl.maximum(rows - (near + far) * PAGE, 0).to(tl.float32))
