@@ -48,3 +48,8 @@ class FakeCuda:
     def stream(self, stream: FakeStream) -> Iterator[None]:
         self.log.append(("copy", stream.name))
         yield
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.log.append(("of", device))
+        yield

@@ -41,10 +41,13 @@ class Snapshot:
         if self._cuda is None:
             _copy(parts, copies)
             return copies
-        self._stream.wait_event(after)
-        with self._cuda.stream(self._stream):
-            _copy(parts, copies)
-        self._stream.record_event().synchronize()
+        # The device of a new thread is the first GPU, and CUDA opens a context on it where a stream of it is chosen
+        # again: half a gigabyte, of every rank of the machine.
+        with self._cuda.device(self._device):
+            self._stream.wait_event(after)
+            with self._cuda.stream(self._stream):
+                _copy(parts, copies)
+            self._stream.record_event().synchronize()
         return copies
 
     def _buffer(self, part: Part) -> Tensor:
