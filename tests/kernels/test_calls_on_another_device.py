@@ -57,3 +57,12 @@ class Named(NamedTuple):
 
 def test_a_named_tuple_keeps_its_names() -> None:
     assert elsewhere(lambda x: Named(x, 1), "cpu")(torch.ones(2)).left.sum() == 2
+
+
+def test_what_autograd_has_saved_is_not_changed_to_it() -> None:
+    x, mask = torch.ones(2, requires_grad=True), torch.tensor([2.0, 3.0])
+    product = x * mask
+    elsewhere(lambda given: given + 1, "cpu")(mask)
+    product.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 3.0]

@@ -70,7 +70,7 @@ def elsewhere(function: Callable[..., Any], device: str) -> Callable[..., Any]:
             if not here.requires_grad and all(
                 step or size < 2 for size, step in zip(here.shape, here.stride(), strict=True)
             ):
-                here.copy_(there)
+                here.data.copy_(there)  # what autograd saves of them is not changed, to it
         return each(result, lambda tensor: moved(tensor, "cpu"))
 
     return call
