@@ -88,6 +88,8 @@ PARTS: Mapping[str, Part] = {
         *("quantize_kernels", "swiglu_kernels", "paged_copy", "swizzle", "gather_sum", "empty_groups", "counting_sort"),
         some="tile_has_the_order or free_list",
     ),
+    "router-kernels": kernels("routing_kernel", "balance_kernels", some="every_score or equal_length"),
+    "other-kernels": kernels("rope", "random", "add_wgrad", some="one_group or rounded_once"),
     "triton-gemm": kernels("expert_gemm", some="they_declare or is_refused"),
     "products": kernels("grouped_gemm", "fused_quantize", some="cannot_be_multiplied"),
     "dispatchers": script("one_rank", small=()),
