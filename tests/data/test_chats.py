@@ -98,14 +98,15 @@ def test_prepared_conversations_are_used_again_and_made_anew_for_other_options(
         {"date": "2026-02-01"},
         {"variables": {"enable_thinking": False}},
         {"train_on": "all"},
+        {"tool_arguments": "as_written"},
         {"max_tokens": 999},
         {"heldout": 0.4},
     ]
     assert len({chats(**option).prepare(cache).digest for option in options} | {first.digest}) >= 4
-    assert len(prepared_folders(cache)) == 6
+    assert len(prepared_folders(cache)) == 7
     (folder / "chat_template.jinja").write_text(LLAMA + "{# another one #}")
     chats().prepare(cache)
-    assert len(prepared_folders(cache)) == 7
+    assert len(prepared_folders(cache)) == 8
     monkeypatch.setattr("moefw.plugins.data.chat.prepare.read_chats", lambda *_: pytest.fail("read again"))
     assert chats().prepare(cache).digest == first.digest
 
@@ -125,6 +126,52 @@ def test_three_forms_of_rows_are_one_conversation(form: str) -> None:
     row, first = FORMS[form]
     messages = [ASKED, {"role": "assistant", "content": "Yes"}]
     assert conversation(row) == {"messages": messages, "tools": None, "first": first}
+
+
+# As the tokenizers of Qwen2.5 have it: of an answer with tool calls, without marks.
+QWEN25_CALLS = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {%- for tool_call in message.tool_calls or [] %}
+        {%- if tool_call.function is defined %}{% set tool_call = tool_call.function %}{% endif %}
+        {{- '\\n<tool_call>\\n{"name": "' }}{{ tool_call.name }}{{ '", "arguments": ' }}
+        {{- tool_call.arguments | tojson }}{{ '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def call(arguments: object) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tool_arguments", "shown"),
+    [
+        ({"town": "Oslo"}, "objects", '{"town": "Oslo"}'),
+        ('{"town":"Oslo"}', "objects", '{"town": "Oslo"}'),
+        ("", "objects", "{}"),
+        ('{"town":"Oslo"}', "as_written", json.dumps('{"town":"Oslo"}')),
+    ],
+)
+def test_arguments_in_a_text_are_encoded_once(
+    chats: Any, cache: Path, tmp_path: Path, arguments: object, tool_arguments: str, shown: str
+) -> None:
+    (tmp_path / "qwen.jinja").write_text(QWEN25_CALLS)
+    rows = [call(arguments) | {"id": number} for number in range(2)] + ROWS
+    source = chats(rows, template=str(tmp_path / "qwen.jinja"), tool_arguments=tool_arguments).prepare(cache)
+    texts = [text for text, _ in documents(source) + documents(source, "heldout") if "<tool_call>" in text]
+    assert len(texts) == 2
+    assert all(f'"arguments": {shown}' + "}" in text for text in texts)
+
+
+def test_arguments_that_are_no_object_are_told_with_their_place(chats: Any, cache: Path) -> None:
+    (problem,) = message(chats([call("[1]"), *ROWS]), cache)
+    assert "rows.jsonl:1: message 1: tool_calls[0].function.arguments is text and no JSON of an object." in problem
+    assert "tool_arguments: as_written takes any text" in problem
 
 
 def test_a_row_keeps_its_tools_reasoning_and_system() -> None:

@@ -30,7 +30,7 @@ from moefw.plugins.data.split import TextDocument
 from moefw.plugins.data.tokenizers import fingerprint, load_tokenizer
 from moefw.plugins.data.tokens import STARTS, TRAINED, TokenFile, TokenWriter, starts_file, token_dtype, trained_file
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Increased when the prepared files of the same conversations would change."""
 BATCH_BYTES: Final = 1 << 20
 BATCH_ROWS: Final = 64
@@ -64,6 +64,7 @@ def _identity(options: ChatOptions, recipe: Recipe, corpus: Corpus) -> list[Any]
     """All that decides what the prepared files hold, but for the rows."""
     template = hashlib.sha256(recipe.template.encode()).hexdigest()
     how = [fingerprint(recipe.tokenizer), template, dict(recipe.variables), recipe.today, recipe.train_on]
+    how.append(options.tool_arguments)
     return ["chat", FORMAT, str(corpus.root), *how, options.heldout, options.max_tokens, options.too_long]
 
 
@@ -76,7 +77,7 @@ def _stream(prepared: Prepared, path: Path, vocab_size: int) -> TokenFile:
 
 
 def _fill(folder: Path, options: ChatOptions, recipe: Recipe, corpus: Corpus) -> None:
-    split = split_rows(lambda: read_chats(corpus), options.heldout, corpus.root)
+    split = split_rows(lambda: read_chats(corpus, options.tool_arguments), options.heldout, corpus.root)
     try:
         process = ChatProcess(recipe)
     except EncodingError as error:
