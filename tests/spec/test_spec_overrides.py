@@ -93,6 +93,20 @@ class TestOverrides:
         assert problem.where == f"command line, {shown} {where}".rstrip()
         assert what in str(problem)
 
+    def test_of_a_plugin_alone_tell_how_to_drop_the_options_of_another(self) -> None:
+        spec = GOOD + "adapter: {use: lora, rank: 8, alpha: 16}\n"
+        with pytest.raises(SpecError) as caught:
+            assembled(spec, "adapter.use=none")
+        fix = (
+            "An override of 'use' alone keeps the other options of the file: write 'adapter={use: none}' to drop them."
+        )
+        assert [problem.fix for problem in caught.value.problems] == [fix, fix]
+        assert "adapter.rank: 'rank' is not an option of 'none'." in str(caught.value)
+
+    def test_of_a_use_where_no_plugin_is_chosen_are_told_as_any_other(self) -> None:
+        with pytest.raises(SpecError, match="'nonsense' is not an option here"):
+            assembled(GOOD.replace("seed: 3", "nonsense: 3"), "run.use=x")
+
     def test_drop_the_places_of_what_they_replace(self) -> None:
         override = "routing={use: topk, balance: [{kind: aux_loss, coeff: x}]}"
         assert complaint(GOOD, override).startswith(f"command line, {override!r} routing.balance[0].coeff: 'x'")

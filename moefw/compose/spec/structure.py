@@ -10,10 +10,11 @@ from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 import attrs
 
 from moefw.compose.spec.hints import MAPPINGS, SCALARS, hint, hint_of_missing, hint_of_section, is_scalar, words
-from moefw.compose.spec.source import KeyPath, Marks, show
+from moefw.compose.spec.source import COMMAND_LINE, KeyPath, Marks, dotted, show
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.core.choice import PluginChoice
 from moefw.core.errors import Problem, closest, nearest
+from moefw.core.plugin import Plugin
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ def structure(
         return None
     kind: Any = cls
     fields = {field.name: field for field in _options(kind)}
-    known = _known(data, fields, path, marks, problems, also=also, left_out=getattr(cls, "left_out", {}))
+    known = _known(kind, data, fields, path, marks, problems, also=also)
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in known:
@@ -86,6 +87,7 @@ def structure(
 
 
 def _known(
+    cls: Any,
     data: Mapping[Any, object],
     fields: Mapping[str, attrs.Attribute[Any]],
     path: KeyPath,
@@ -93,12 +95,9 @@ def _known(
     problems: list[Problem],
     *,
     also: Collection[str],
-    left_out: Mapping[str, str],
 ) -> dict[str, object]:
-    """Values of the keys that are fields. Every other key is a problem, and the field that it may mean is unknown.
-
-    ``left_out``: why a plugin does not have an option, by its name.
-    """
+    """Values of the keys that are fields. Every other key is a problem, and the field that it may mean is unknown."""
+    left_out: Mapping[str, str] = getattr(cls, "left_out", {})  # why a plugin does not have an option, by its name
     known = {key: value for key, value in data.items() if key in fields}
     for key in (str(key) for key in data if key not in fields and key not in also):
         what = f"{show(key)} is not an option here."
@@ -107,10 +106,21 @@ def _known(
             problems.append(Problem(what, left_out[key], marks.where(here)))
             continue
         meant = closest(key, fields)
+        if meant is None and issubclass(cls, Plugin) and _is_of_another_plugin(here, marks):
+            whole = f"'{dotted(path)}={{use: {cls.name}}}'"
+            fix = f"An override of 'use' alone keeps the other options of the file: write {whole} to drop them."
+            problems.append(Problem(f"{show(key)} is not an option of {show(cls.name)}.", fix, marks.where(here)))
+            continue
         problems.append(UnknownKey(what, nearest(key, [*fields, *also]), marks.where(here), path=here, meant=meant))
         if meant is not None and (*path, meant) not in marks.places:
             known[meant] = UNKNOWN  # its own default would hide what the user meant
     return known
+
+
+def _is_of_another_plugin(option: KeyPath, marks: Marks) -> bool:
+    """Whether a file has an option of a section, and the command line alone says which plugin has the section."""
+    use = marks.places.get((*option[:-1], "use"), "")
+    return use.startswith(COMMAND_LINE) and not marks.place(option).startswith(COMMAND_LINE)
 
 
 def _validate(
