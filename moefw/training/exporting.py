@@ -17,13 +17,14 @@ from moefw.compose.defaults import defaults
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
 from moefw.core.data import TOKENIZER
-from moefw.core.errors import CheckpointError, MoefwError, Problem
+from moefw.core.errors import CheckpointError, MoefwError, Problem, SpecError
 from moefw.models.huggingface.codings import CODINGS, Coding
 from moefw.models.huggingface.config import read_config
 from moefw.models.huggingface.families import FAMILIES
 from moefw.models.huggingface.handed_on import BASE_CONFIG, CHAT, hand_on
 from moefw.models.huggingface.origins import Origin, origin_of
 from moefw.models.huggingface.stored import Description
+from moefw.models.huggingface.values import wrong_values
 from moefw.models.huggingface.writing import Written, lay_out
 from moefw.models.huggingface.written import (
     ROUTER,
@@ -47,6 +48,7 @@ from moefw.training.exporting_codes import CodedTensors
 Tree = Mapping[str, Any]
 Form = Literal["bf16", "fp32", "fp8", "mxfp4", "nvfp4"]
 """How a folder holds weights: as values of a dtype, or some of them as codes and the others in bf16."""
+_POSITIONS: Final = "max_position_embeddings"
 OF_TRAINING: Final = ("use", "init_std", "embed_init_std", "zero_init", "mtp_coeff", "mtp_layers", "num_dense_layers")
 """Options of a model that do not change what it computes, or that are compared in another form."""
 OF_EXPERTS: Final = (
@@ -91,7 +93,7 @@ def export(assembly: Assembly, checkpoint: Path, target: Path, form: Form) -> Ex
     empty = {name: (dtype, shape) for name, shape in empty_tensors(config).items()}
     described |= empty
     run_dir = Path(assembly.spec.run.dir)
-    config["max_position_embeddings"] = _positions(config, assembly, run_dir, is_trained=saved.manifest.step > 0)
+    config[_POSITIONS] = _positions(config, assembly, run_dir, is_trained=saved.manifest.step > 0)
     tokenizer = tokenizer_beside(run_dir / TOKENIZER)
     with new_folder(target) as scratch:
         lay_out(scratch, described)
@@ -126,11 +128,23 @@ def _positions(config: Tree, assembly: Assembly, run_dir: Path, *, is_trained: b
 
     Stretched positions are those of the spec, which says by how much.
     """
-    number: int = config["max_position_embeddings"]
+    number: int = config[_POSITIONS]
     base = run_dir / BASE_CONFIG
     if base.exists() and config["rope_parameters"]["rope_type"] == "default":
-        number = read_config(base).get("max_position_embeddings") or number
+        number = _positions_of(base) or number
     return max(number, assembly.spec.train.seq_len) if is_trained else number
+
+
+def _positions_of(base: Path) -> int | None:
+    """Number of positions in the configuration of the model that a run began with; None: it has none.
+
+    Raises SpecError if it is no such number.
+    """
+    config = {_POSITIONS: read_config(base).get(_POSITIONS)}
+    for _, what in wrong_values(config):
+        fix = "Write the number there, or remove the line: then the export has what the spec says."
+        raise SpecError(f"{base}: {what}", fix)
+    return config[_POSITIONS]
 
 
 def _write(

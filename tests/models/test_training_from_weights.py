@@ -134,6 +134,15 @@ def test_a_model_leaves_with_the_positions_that_it_took_or_more_if_it_trained_on
     assert positions(tmp_path / "out") == max(taken, 16)
 
 
+def test_positions_that_are_no_number_are_told_at_the_export(folder: Path, tmp_path: Path) -> None:
+    moefw_says("train", spec_of(tmp_path, folder))
+    base = tmp_path / "run" / "base_config.json"
+    base.write_text(json.dumps(json.loads(base.read_text()) | {"max_position_embeddings": "many"}))
+    said = complaint("convert", "export", tmp_path / "run", tmp_path / "out")
+    assert f"{base}: max_position_embeddings 'many' is not a whole number" in said
+    assert "Write the number there, or remove the line" in said
+
+
 def test_weights_that_are_not_finite_are_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     tensors = tensors_of(copy)
