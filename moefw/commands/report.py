@@ -63,6 +63,8 @@ def _write_beside(run_dir: Path) -> None:
     page = run_dir / PAGE
     try:
         _write_page([run_dir], page)
+    except OSError as error:
+        click.echo(printable(f"there is no report: {error.filename or page}: {os_reason(error)}"))
     except Exception as error:
         click.echo(printable(f"there is no report: {error}"))
     else:

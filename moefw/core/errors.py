@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
+import resource
 from collections.abc import Iterable
 from typing import Final
 
@@ -99,7 +101,11 @@ class RunError(MoefwError):
 
 def os_reason(error: OSError) -> str:
     """Reason of an error of the operating system, in words that go on a sentence."""
-    return (error.strerror or str(error)).lower()
+    reason = (error.strerror or str(error)).lower()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
+        return f"{reason}: this process may write {limit:,} bytes into a file (ulimit -f)"
+    return reason
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

@@ -42,6 +42,13 @@ def checkpoint_dirs(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted(by_step.items())
 
 
+def unfinished_saves(run_dir: Path) -> list[str]:
+    """Lines for the user on saves that are not finished, and so are no checkpoints: of a killed run, or under way."""
+    left = (re.fullmatch(r"step-([0-9]+)\.tmp", path.name) for path in (run_dir / "checkpoints").glob("step-*.tmp"))
+    steps = sorted(int(number[1]) for number in left if number)
+    return [f"the save of step {step} was not finished: it is no checkpoint" for step in steps]
+
+
 @contextmanager
 def run_folder(assembly: Assembly, *, resume: bool, again: bool = False, tell: Callable[[str], None]) -> Iterator[None]:
     """Lock a run's folder for this process. Without ``resume``, move an earlier run in it aside.

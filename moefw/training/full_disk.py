@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,15 @@ class RunFiles:
             self._unwritten.discard(path)
 
 
+def remedy(error: OSError) -> str:
+    """What lets a file be written after it could not be: the beginning of a sentence."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Make room"
+    if error.errno == errno.EFBIG:
+        return "Allow larger files"
+    return "Make it writable"
+
+
 @contextmanager
 def written(path: Path) -> Iterator[None]:
     """Guard writes of ``path``. Raises NotWrittenError if one fails."""
@@ -57,5 +67,5 @@ def written(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = os_reason(error)
-        fix = "Make room and run again with --resume=auto; train.on_full_disk=continue trains on meanwhile."
+        fix = f"{remedy(error)} and run again with --resume=auto; train.on_full_disk=continue trains on meanwhile."
         raise NotWrittenError(f"{path} cannot be written: {reason}.", fix) from error

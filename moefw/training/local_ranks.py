@@ -23,6 +23,7 @@ from moefw.training.faults.rank_files import record_file, stack_file
 from moefw.training.faults.record import Record, read_record
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stacks import is_whole, keep_others
+from moefw.training.faults.way_on import with_way_on
 
 _LOOK_S: Final = 0.05
 _SEEN_S: Final = 0.2
@@ -48,7 +49,8 @@ class LocalRanks:
     ) -> None:
         self._processes = processes
         self._folder = folder
-        self._run = run
+        self._run_dir = Path(run.dir)
+        self._timeout_s = run.timeout_s
         self._requests = requests
         self._memory_note = memory_note
         self._buffers = [record_file(folder, rank) for rank in range(len(processes))]
@@ -68,7 +70,7 @@ class LocalRanks:
             decided = self._outcome()
             if decided is not None:
                 if decided.problem is not None:
-                    raise RunError(decided.problem)
+                    raise RunError(with_way_on(decided.problem, self._run_dir))
                 return decided.code
             if self._requests.asked is not None and not self._forwarded:
                 self._forward(self._requests.asked)
@@ -118,10 +120,10 @@ class LocalRanks:
             Seen(rank=rank, record=records[rank], still_s=still[rank], state=process_state(self._processes[rank].pid))
             for rank in alive
         ]
-        hanging = culprit(ranks, self._run.timeout_s)
+        hanging = culprit(ranks, self._timeout_s)
         if hanging is None:
             return
-        problem = accusation(hanging, ranks, self._run.timeout_s)
+        problem = with_way_on(accusation(hanging, ranks, self._timeout_s), self._run_dir)
         stacks = self._take_stacks([rank for rank in alive if records[rank].stamps])
         kill(self._processes)
         raise RunError(evolve(problem, what=f"{problem.what} {stacks}"))
@@ -138,7 +140,7 @@ class LocalRanks:
             _send(signal.SIGUSR2, [self._processes[rank] for rank in asked])
             _send(signal.SIGCONT, self._processes)
             asked = _broken_off(files, until_s=time.monotonic() + _WRITES_S)
-        return keep_others([*files.values()], Path(self._run.dir))
+        return keep_others([*files.values()], self._run_dir)
 
 
 def _broken_off(files: Mapping[int, Path], *, until_s: float) -> list[int]:

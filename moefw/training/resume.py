@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from moefw.core.errors import CheckpointError, SpecError, nearest
-from moefw.training.folder import checkpoint_dirs
+from moefw.training.folder import checkpoint_dirs, unfinished_saves
 
 Word = Literal["last", "last-good", "auto"]
 Which = Word | int
@@ -36,7 +36,7 @@ def candidates(run_dir: Path, which: Which) -> list[tuple[int, Path]]:
     if not saved:
         if which == "auto":
             return []
-        what = f"{run_dir} holds no checkpoint."
+        what = "; ".join([f"{run_dir} holds no checkpoint", *unfinished_saves(run_dir)]) + "."
         raise CheckpointError(what, "Check the path; train without --resume to start a run there.")
     if isinstance(which, int):
         of_step = [(step, folder) for step, folder in saved if step == which]

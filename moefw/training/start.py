@@ -13,6 +13,7 @@ from moefw.compose.pretrained import read_weights
 from moefw.system.stamps import stamp
 from moefw.training import checkpoint
 from moefw.training.feed import Feed
+from moefw.training.folder import unfinished_saves
 from moefw.training.resume import Which
 from moefw.training.session import Session
 
@@ -48,9 +49,10 @@ def start_of(
     holds. Raises CheckpointError if the run cannot resume.
     """
     chosen = checkpoint.choose_together(session.run_dir, which, session.data, session.layout.host_group())
+    unfinished = unfinished_saves(session.run_dir)
     if chosen is None:
         _read_weights(session)
-        return Start(step=0, feed=feed, resumes=which is not None)
+        return Start(step=0, feed=feed, resumes=which is not None, notes=unfinished)
     if base is not None:
         _read_weights(session, frozen_alone=True)
     loaded = checkpoint.load(
@@ -70,7 +72,7 @@ def start_of(
         resumes=True,
         checkpoint=chosen.folder,
         not_carried_on=loaded.differences.counts(),
-        notes=[*chosen.passed, *set_aside, *loaded.differences.notes(chosen.folder.name)],
+        notes=[*unfinished, *chosen.passed, *set_aside, *loaded.differences.notes(chosen.folder.name)],
     )
 
 

@@ -244,5 +244,6 @@ def fill_the_disk(run_dir: Path) -> str:
 @pytest.mark.fault("one rank cannot write its shard", "no rank's checkpoint; earlier ones are untouched")
 def test_a_checkpoint_that_one_rank_cannot_write_is_no_ranks(pool: RankPool, tmp_path: Path) -> None:
     (said,) = set(pool.run(fill_the_disk, 2, tmp_path))
-    assert "step-2 could not be saved: [Errno 28] No space left on device (on rank 1)" in said
+    assert "step-2.tmp cannot be written: no space left on device (on rank 1)" in said
+    assert "Make room and continue from step 1 with --resume." in said
     assert names(tmp_path) == {"step-1"}

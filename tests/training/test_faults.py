@@ -134,8 +134,7 @@ def test_the_accusation_groups_those_who_wait_by_what_they_wait_in() -> None:
     ranks = [seen(1, 3.24, STOPPED), *(seen(rank, 3.0, waits_in=WAITS) for rank in (0, 2, 3)), seen(4, 1.0)]
     assert str(accusation(ranks[0], ranks, 3.0)) == (
         "rank 1 (node3, pid 7) has made no progress for 3.2 s (run.timeout_s allows 3): step 4, forward; its process is "
-        "stopped; ranks 0, 2 and 3 wait in all_reduce of ranks 0-2. Continue from the last checkpoint, if the run has one, "
-        "with --resume. Where work takes longer, use a larger run.timeout_s."
+        "stopped; ranks 0, 2 and 3 wait in all_reduce of ranks 0-2. Where work takes longer, use a larger run.timeout_s."
     )
 
 

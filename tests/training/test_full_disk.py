@@ -73,7 +73,7 @@ def test_a_checkpoint_that_finds_no_room_stops_the_run_or_is_passed_over(told: d
     stopped, passed = told["checkpoint"], told["a checkpoint passed over"]
     assert stopped["code"] == passed["code"] == 1
     assert "step-5 could not be saved" in stopped["err"]
-    assert "There is no earlier checkpoint: mend that and train again." in stopped["err"]
+    assert "There is no earlier checkpoint. Make room and train again." in stopped["err"]
     assert passed["out"].count("could not be saved") == 1
     assert "step-6 could not be saved" in passed["err"]
     assert not any("checkpoints/" in name for case in (stopped, passed) for name in case["files"])

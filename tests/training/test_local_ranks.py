@@ -225,6 +225,15 @@ def test_a_killed_rank_is_named_with_where_it_was(run: RunSpec) -> None:
     said = complaint(run, "gets_on()", "hangs(lambda: os.kill(os.getpid(), signal.SIGKILL))")
     assert said.startswith("rank 1 was ended by SIGKILL at step 7, data (")
     assert "Memory" not in said
+    assert said.endswith("The run has no checkpoint yet: train again without --resume.")
+
+
+@pytest.mark.fault("a rank is killed when there are checkpoints", "the step that --resume goes on from is told")
+def test_the_step_to_go_on_from_is_told(run: RunSpec) -> None:
+    for name in ("step-2", "step-4", "step-6.tmp"):
+        Path(run.dir, "checkpoints", name).mkdir(parents=True)
+    said = complaint(run, "gets_on()", "hangs(lambda: os.kill(os.getpid(), signal.SIGKILL))")
+    assert said.endswith("Continue from the checkpoint of step 4 with --resume.")
 
 
 @pytest.mark.fault("the kernel kills a rank for memory", "named, with what the plan says of it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,8 +226,55 @@ def test_a_full_disk_fails_the_run_with_one_message(place: Place, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr(saving, "write", full)
         said = place.train("--resume", "train.steps=5", code=1)
-    assert "error: step-5 could not be saved: [Errno 28] No space left on device (on rank 0)" in said
+    assert "error: step-5 could not be saved: " in said
+    assert "step-5.tmp cannot be written: no space left on device (on rank 0)" in said
+    assert "Earlier checkpoints are untouched. Make room and continue from step 4 with --resume." in said
     assert place.names() == {"step-1", "step-2", "step-3", "step-4"}
+
+
+@pytest.fixture
+def at_most_64_kib_a_file(place: Place) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.fault("a checkpoint is larger than files may be", "one message with the limit, exit code 1, nothing lost")
+@pytest.mark.usefixtures("at_most_64_kib_a_file")
+def test_a_limit_of_the_size_of_files_is_told(place: Place) -> None:
+    said = place.train("--resume", "train.steps=5", code=1)
+    assert "file too large: this process may write 65,536 bytes into a file (ulimit -f)" in said
+    assert "Allow larger files and continue from step 4 with --resume." in said
+    assert place.names() == {"step-1", "step-2", "step-3", "step-4"}
+
+
+@pytest.mark.fault("the folder of checkpoints becomes read-only", "one message, exit code 1, nothing lost")
+def test_a_read_only_disk_is_no_full_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(scratch: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(scratch))
+
+    monkeypatch.setattr(saving, "begin", read_only)
+    said = place.train("--resume", "train.steps=5", code=1)
+    assert f"{place.run / 'checkpoints' / 'step-5.tmp'} cannot be written: read-only file system (on rank 0)." in said
+    assert "Make it writable and continue from step 4 with --resume." in said
+
+
+@pytest.mark.fault("a run was killed inside a save", "the next one says so, and which checkpoint it goes on from")
+def test_a_save_that_was_not_finished_is_told(place: Place) -> None:
+    (place.run / "checkpoints" / "step-5.tmp").mkdir()
+    said = place.train("--resume", "train.steps=5")
+    assert "continuing after step 4" in said
+    assert "the save of step 5 was not finished: it is no checkpoint" in said
+    assert place.names() == {f"step-{step}" for step in (1, 2, 3, 4, 5)}
+
+
+def test_a_first_save_that_was_not_finished_is_no_checkpoint(place: Place) -> None:
+    checkpoints = place.run / "checkpoints"
+    shutil.rmtree(checkpoints)
+    (checkpoints / "step-1.tmp").mkdir(parents=True)
+    said = place.train("--resume", code=2)
+    assert "run holds no checkpoint; the save of step 1 was not finished: it is no checkpoint." in said
 
 
 def test_eval_reads_the_last_checkpoint_that_is_there_when_others_are_dropped(

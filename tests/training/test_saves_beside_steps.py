@@ -192,7 +192,9 @@ def test_what_fails_on_one_rank_is_told_to_all_in_a_later_step_and_never_committ
     (first, second, third, fourth), other = pool.run(bad_saves, 2, tmp_path)
     assert [first, second, third, fourth] == other
     assert first == "2 done, 0 failed [1]"
-    assert second.startswith("True step-2 could not be saved: [Errno 28] No space left on device (on rank 1).")
+    scratch = tmp_path / "checkpoints" / "step-2.tmp"
+    full = f"{scratch} cannot be written: no space left on device (on rank 1)."
+    assert second.startswith(f"True step-2 could not be saved: {full} Earlier checkpoints are untouched.")
     assert third.startswith("True step 3 is not saved: parameter norm.weight is not finite on rank ")
     assert second.endswith("[1]")
     assert third.endswith("[1]")

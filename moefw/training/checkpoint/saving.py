@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moefw.compose.optimizer import blocks_of
 from moefw.core.contracts import Layout
-from moefw.core.errors import RunError
+from moefw.core.errors import RunError, os_reason
 from moefw.core.records import Canonical
 from moefw.runtime.communication.agreement import everywhere
 from moefw.runtime.finite import is_finite
@@ -41,6 +41,7 @@ from moefw.training.checkpoint.manifest import (
 from moefw.training.checkpoint.parts import Part, parts_of
 from moefw.training.errors import NotWrittenError
 from moefw.training.folder import checkpoint_dirs
+from moefw.training.full_disk import remedy
 
 
 def save(
@@ -134,21 +135,25 @@ def manifest_of(step: int, origin: Origin, reports: Sequence[Any]) -> Manifest:
 def _together(write: Callable[[], Any], scratch: Path, layout: Layout) -> list[Any]:
     """Call ``write`` on each rank and return all results. Raises NotWrittenError on all ranks if one fails."""
     answer = None
-    reason = None
+    failure = None
     try:
         answer = write()
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    answers = everywhere([answer, reason], layout.host_group())
-    reasons = [(rank, reason) for rank, (_, reason) in enumerate(answers) if reason is not None]
-    if reasons:
+    except OSError as error:
+        failure = [f"{error.filename or scratch} cannot be written: {os_reason(error)}", remedy(error)]
+    except ValueError as error:
+        failure = [str(error), "Mend that"]
+    answers = everywhere([answer, failure], layout.host_group())
+    failures = [(rank, failure) for rank, (_, failure) in enumerate(answers) if failure is not None]
+    if failures:
         if layout.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
-        rank, reason = reasons[0]
+        rank, (reason, mend) = failures[0]
         what = f"{scratch.stem} could not be saved: {reason} (on rank {rank})."
-        if checkpoint_dirs(scratch.parent.parent):
-            raise NotWrittenError(what, "Earlier checkpoints are untouched: mend that and continue with --resume.")
-        raise NotWrittenError(what, "There is no earlier checkpoint: mend that and train again.")
+        saved = checkpoint_dirs(scratch.parent.parent)
+        if saved:
+            fix = f"Earlier checkpoints are untouched. {mend} and continue from step {saved[-1][0]} with --resume."
+            raise NotWrittenError(what, fix)
+        raise NotWrittenError(what, f"There is no earlier checkpoint. {mend} and train again.")
     return [answer for answer, _ in answers]
 
 

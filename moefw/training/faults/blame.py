@@ -13,7 +13,6 @@ from moefw.training.faults.kernel import STOPPED
 from moefw.training.faults.patience import limit_s
 from moefw.training.faults.record import Record
 
-RESUME = "Continue from the last checkpoint, if the run has one, with --resume."
 _SPANS_TOLD: Final = 16
 
 
@@ -79,7 +78,7 @@ def vanished(ranks: Sequence[Seen]) -> Seen | None:
 
 def left_silently(gone: Seen) -> Problem:
     """Problem of a rank that left without a message."""
-    return Problem(f"{gone.name} left without a word, {gone.place}.", RESUME)
+    return Problem(f"{gone.name} left without a word, {gone.place}.")
 
 
 def accusation(hanging: Seen, ranks: Sequence[Seen], timeout_s: float) -> Problem:
@@ -96,7 +95,7 @@ def accusation(hanging: Seen, ranks: Sequence[Seen], timeout_s: float) -> Proble
         if seen.rank != hanging.rank and seen.waits:
             others[seen.record.waits_in].append(seen.rank)
     what += "".join(f"; {_they_wait(waiting)} in {where}" for where, waiting in others.items())
-    return Problem(f"{what}.", f"{RESUME} Where work takes longer, use a larger run.timeout_s.")
+    return Problem(f"{what}.", "Where work takes longer, use a larger run.timeout_s.")
 
 
 def in_words(numbers: Sequence[int], noun: str = "rank") -> str:

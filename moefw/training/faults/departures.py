@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from attrs import frozen
 
 from moefw.core.errors import Problem
-from moefw.training.faults.blame import RESUME, in_words, named
+from moefw.training.faults.blame import in_words, named
 from moefw.training.faults.record import Record
 
 
@@ -57,20 +57,18 @@ def outcome(gone: Sequence[Departed], *, oom_kills: int, memory_note: Callable[[
 def left_early(rank: int, record: Record, code: object) -> Problem:
     """Problem of a rank that leaves before the run is done."""
     shown = 0 if code is None else code
-    return Problem(
-        f"{named(rank, record)} left with exit code {shown} at {record.place}, before the run was done.", RESUME
-    )
+    return Problem(f"{named(rank, record)} left with exit code {shown} at {record.place}, before the run was done.")
 
 
 def out_of_memory(rank: int, record: Record, memory_note: Callable[[], str]) -> Problem:
     """Problem of a rank that ran out of memory."""
-    return Problem(f"{named(rank, record)} ran out of memory at {record.place}. {memory_note()}", RESUME)
+    return Problem(f"{named(rank, record)} ran out of memory at {record.place}. {memory_note()}")
 
 
 def lost_contact(gone: Sequence[Departed]) -> Problem:
     """Problem of ranks that lost contact while none reports why."""
     who = in_words([each.rank for each in gone])
-    return Problem(f"{who} lost contact with the others at {gone[0].record.place}, and none says why.", RESUME)
+    return Problem(f"{who} lost contact with the others at {gone[0].record.place}, and none says why.")
 
 
 def _killed(departed: Departed, oom_kills: int, memory_note: Callable[[], str]) -> Problem:
@@ -80,4 +78,4 @@ def _killed(departed: Departed, oom_kills: int, memory_note: Callable[[], str]) 
     if number == signal.SIGKILL and oom_kills:
         processes = "1 process" if oom_kills == 1 else f"{oom_kills} processes"
         what += f" Memory had run out: the kernel killed {processes} for it. {memory_note()}"
-    return Problem(what, RESUME)
+    return Problem(what)

@@ -11,7 +11,6 @@ from typing import Any, Final, final
 from attrs import frozen
 
 from moefw.core.errors import Problem
-from moefw.training.faults.blame import RESUME
 from moefw.training.faults.record import RECORD_BYTES, Record, read_record
 
 WATCHERS: Final = (0, 1)
@@ -103,7 +102,7 @@ def silent_store(keeper: Record, timeout_s: float, environment: Mapping[str, str
         address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
         who = f"torchrun, which keeps the ranks' store at {address},"
     what = f"{who} has not answered for {timeout_s:g} s (run.timeout_s): its process is stopped or its machine is gone."
-    return Problem(what, RESUME)
+    return Problem(what)
 
 
 def _agent_keeps_it(environment: Mapping[str, str]) -> bool:

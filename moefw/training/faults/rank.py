@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from moefw.compose.spec.sections import RunSpec
@@ -16,6 +17,7 @@ from moefw.training.faults.departures import left_early, out_of_memory
 from moefw.training.faults.kernel import is_out_of_memory
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.watch import Watch
+from moefw.training.faults.way_on import with_way_on
 from moefw.training.world import Place
 
 CONTACT_S: Final = 8.0
@@ -34,7 +36,8 @@ def watched(run: RunSpec, place: Place, requests: StopRequests, *, memory_note: 
             yield
         except SystemExit as left:
             watch.end("told")
-            raise RunError(left_early(place.rank, watch.seen, left.code)) from left
+            problem = left_early(place.rank, watch.seen, left.code)
+            raise RunError(with_way_on(problem, Path(run.dir))) from left
         except LostContactError as lost:
             watch.end("lost")
             if watch.launched:
@@ -49,5 +52,6 @@ def watched(run: RunSpec, place: Place, requests: StopRequests, *, memory_note: 
             watch.end("memory")
             if watch.launched:
                 raise SystemExit(1) from error
-            raise RunError(out_of_memory(place.rank, watch.seen, memory_note)) from error
+            problem = out_of_memory(place.rank, watch.seen, memory_note)
+            raise RunError(with_way_on(problem, Path(run.dir))) from error
         watch.end("done")

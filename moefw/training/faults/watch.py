@@ -26,6 +26,7 @@ from moefw.training.faults.record import RECORD_BYTES, Ending, Record, read_reco
 from moefw.training.faults.requests import StopRequests
 from moefw.training.faults.stacks import keep_own
 from moefw.training.faults.stamps import RankStamps
+from moefw.training.faults.way_on import with_way_on
 from moefw.training.faults.where import waits_in
 from moefw.training.world import Place
 
@@ -158,8 +159,7 @@ class Watch:
                 if not self._peers.accuse(accused):
                     self._follow(accused)
             self._awaken(accused)
-        stacks = keep_own(self._run_dir, self._place.rank)
-        self._leave(f"error: {evolve(problem, what=f'{problem.what} {stacks}')}", 1)
+        self._report(problem, stacks=keep_own(self._run_dir, self._place.rank))
 
     def _follow(self, accused: Accused) -> NoReturn:
         """Leave, as another rank has reported the problem."""
@@ -178,8 +178,12 @@ class Watch:
         if self._place.rank != speaker():
             time.sleep(2 * LOOK_S)
             os._exit(1)
-        problem = silent_store(keeper, self._timeout_s)
-        self._leave(f"error: {evolve(problem, what=f'{problem.what} {stacks}')}", 1)
+        self._report(silent_store(keeper, self._timeout_s), stacks=stacks)
+
+    def _report(self, problem: Problem, *, stacks: str) -> NoReturn:
+        """Report a problem, where the stacks are, and how the run goes on, and leave."""
+        told = with_way_on(evolve(problem, what=f"{problem.what} {stacks}"), self._run_dir)
+        self._leave(f"error: {told}", 1)
 
     def _awaken(self, accused: Accused) -> None:
         """Continue a stopped process on this machine: it reads the accusation, keeps its stacks and ends."""
