@@ -23,6 +23,7 @@ from moefw import DataError
 from moefw.plugins.data.blend import Blend
 from moefw.plugins.data.chat import Chat
 from moefw.plugins.data.chat.rows import RowError, conversation
+from moefw.plugins.data.chat.template import Template
 from resolved_specs import problems_of
 
 ASKED = {"role": "user", "content": "Hello?"}
@@ -98,15 +99,14 @@ def test_prepared_conversations_are_used_again_and_made_anew_for_other_options(
         {"date": "2026-02-01"},
         {"variables": {"enable_thinking": False}},
         {"train_on": "all"},
-        {"tool_arguments": "as_written"},
         {"max_tokens": 999},
         {"heldout": 0.4},
     ]
     assert len({chats(**option).prepare(cache).digest for option in options} | {first.digest}) >= 4
-    assert len(prepared_folders(cache)) == 7
+    assert len(prepared_folders(cache)) == 6
     (folder / "chat_template.jinja").write_text(LLAMA + "{# another one #}")
     chats().prepare(cache)
-    assert len(prepared_folders(cache)) == 8
+    assert len(prepared_folders(cache)) == 7
     monkeypatch.setattr("moefw.plugins.data.chat.prepare.read_chats", lambda *_: pytest.fail("read again"))
     assert chats().prepare(cache).digest == first.digest
 
@@ -128,7 +128,7 @@ def test_three_forms_of_rows_are_one_conversation(form: str) -> None:
     assert conversation(row) == {"messages": messages, "tools": None, "first": first}
 
 
-# As the tokenizers of Qwen2.5 have it: of an answer with tool calls, without marks.
+# As the tokenizers of Qwen2.5, and of DeepSeek-V3, have it: of an answer with tool calls, without marks.
 QWEN25_CALLS = """
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
@@ -141,37 +141,35 @@ QWEN25_CALLS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
+JOINED = {
+    "tojson": QWEN25_CALLS,
+    "+": QWEN25_CALLS.replace("tool_call.arguments | tojson", "'' + tool_call.arguments + ''"),
+    "~": QWEN25_CALLS.replace("tool_call.arguments | tojson", "tool_call.arguments ~ ''"),
+    "alone": QWEN25_CALLS.replace("tool_call.arguments | tojson", "tool_call.arguments"),
+}
 
 
-def call(arguments: object) -> dict[str, Any]:
-    function = {"name": "weather", "arguments": arguments}
-    return {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}]}
+def rendered_call(arguments: object, template: str) -> str:
+    """What a template shows of the arguments of a tool call."""
+    answer = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "weather"}}]}
+    answer["tool_calls"][0]["function"]["arguments"] = arguments  # type: ignore[index]
+    text = Template(template, {}, today=None, most_chars=1000).render([ASKED, answer], None).text
+    return text.partition('"arguments": ')[2].partition("}\n</tool_call>")[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "tool_arguments", "shown"),
-    [
-        ({"town": "Oslo"}, "objects", '{"town": "Oslo"}'),
-        ('{"town":"Oslo"}', "objects", '{"town": "Oslo"}'),
-        ("", "objects", "{}"),
-        ('{"town":"Oslo"}', "as_written", json.dumps('{"town":"Oslo"}')),
-    ],
-)
-def test_arguments_in_a_text_are_encoded_once(
-    chats: Any, cache: Path, tmp_path: Path, arguments: object, tool_arguments: str, shown: str
-) -> None:
-    (tmp_path / "qwen.jinja").write_text(QWEN25_CALLS)
-    rows = [call(arguments) | {"id": number} for number in range(2)] + ROWS
-    source = chats(rows, template=str(tmp_path / "qwen.jinja"), tool_arguments=tool_arguments).prepare(cache)
-    texts = [text for text, _ in documents(source) + documents(source, "heldout") if "<tool_call>" in text]
-    assert len(texts) == 2
-    assert all(f'"arguments": {shown}' + "}" in text for text in texts)
+def test_arguments_in_a_text_are_encoded_once_and_joined_as_they_are_written() -> None:
+    written = '{"town":"Oslo"}'
+    assert rendered_call({"town": "Oslo"}, JOINED["tojson"]) == '{"town": "Oslo"}'
+    assert rendered_call(written, JOINED["tojson"]) == '{"town": "Oslo"}'
+    assert rendered_call("", JOINED["tojson"]) == "{}"
+    for joined in ("+", "~", "alone"):
+        assert rendered_call(written, JOINED[joined]) == written
 
 
-def test_arguments_that_are_no_object_are_told_with_their_place(chats: Any, cache: Path) -> None:
-    (problem,) = message(chats([call("[1]"), *ROWS]), cache)
-    assert "rows.jsonl:1: message 1: tool_calls[0].function.arguments is text and no JSON of an object." in problem
-    assert "tool_arguments: as_written takes any text" in problem
+@pytest.mark.parametrize("text", ["Oslo", "[1]", '[["town", "Oslo"]]', "null", '{"town": '])
+def test_arguments_that_are_no_object_stay_text(text: str) -> None:
+    assert rendered_call(text, JOINED["+"]) == text
+    assert rendered_call(text, JOINED["tojson"]) == json.dumps(text)
 
 
 def test_a_row_keeps_its_tools_reasoning_and_system() -> None:

@@ -17,7 +17,6 @@ from moefw.plugins.data.options import absolute, missing
 from moefw.plugins.data.tables import INSTALL, PACKAGE
 
 TrainOn = Literal["assistant", "each", "last", "all"]
-ToolArguments = Literal["objects", "as_written"]
 TooLong = Literal["truncate", "drop", "error"]
 CONVERSATION: Final = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that are the conversation's."""
@@ -35,12 +34,6 @@ class ChatOptions(DataSourcePlugin):
     """File of a chat template. null: that of the tokenizer's folder."""
     variables: Mapping[str, bool | int | float | str] = field(factory=dict, hash=False)
     """Variables of the template beside the conversation, such as ``{enable_thinking: false}``."""
-    tool_arguments: ToolArguments = "objects"
-    """What templates get of arguments of tool calls that rows have as JSON in a text, as OpenAI's API writes them.
-
-    ``objects``: what the JSON says, as most templates encode it themselves. ``as_written``: the text, for a template
-    that joins it to its own.
-    """
     train_on: TrainOn = "assistant"
     """Tokens that train: of all answers (``assistant``), of the last one (``last``), or of the whole text (``all``).
 

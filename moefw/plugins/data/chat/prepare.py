@@ -64,7 +64,6 @@ def _identity(options: ChatOptions, recipe: Recipe, corpus: Corpus) -> list[Any]
     """All that decides what the prepared files hold, but for the rows."""
     template = hashlib.sha256(recipe.template.encode()).hexdigest()
     how = [fingerprint(recipe.tokenizer), template, dict(recipe.variables), recipe.today, recipe.train_on]
-    how.append(options.tool_arguments)
     return ["chat", FORMAT, str(corpus.root), *how, options.heldout, options.max_tokens, options.too_long]
 
 
@@ -77,7 +76,7 @@ def _stream(prepared: Prepared, path: Path, vocab_size: int) -> TokenFile:
 
 
 def _fill(folder: Path, options: ChatOptions, recipe: Recipe, corpus: Corpus) -> None:
-    split = split_rows(lambda: read_chats(corpus, options.tool_arguments), options.heldout, corpus.root)
+    split = split_rows(lambda: read_chats(corpus), options.heldout, corpus.root)
     try:
         process = ChatProcess(recipe)
     except EncodingError as error:

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from moefw.core.errors import Problem, nearest
 from moefw.plugins.data.chat.messages import INSTEAD_OF_CONTENT
-from moefw.plugins.data.chat.options import ToolArguments
 from moefw.plugins.data.chat.problems import Problems
 from moefw.plugins.data.corpus import Corpus, unreadable
 from moefw.plugins.data.tables import table_rows
@@ -33,11 +32,10 @@ class RowError(Exception):
     """A row that is no conversation: the message says where in it, and why."""
 
 
-def read_chats(corpus: Corpus, tool_arguments: ToolArguments = "objects") -> Iterator[tuple[str, str]]:
+def read_chats(corpus: Corpus) -> Iterator[tuple[str, str]]:
     """Yield the place of each conversation, and it as JSON: ``messages``, ``tools`` or null, and ``first``.
 
-    With ``objects``, arguments of tool calls that are JSON in a text are what it says. Before message ``first``, none
-    trains. Rows that are no conversations are told together, as many as an error lists.
+    Before message ``first``, none trains. Rows that are no conversations are told together, as many as an error lists.
     Raises DataError.
     """
     problems = Problems()
@@ -48,10 +46,7 @@ def read_chats(corpus: Corpus, tool_arguments: ToolArguments = "objects") -> Ite
                 problems.add(row)
                 continue
             try:
-                chat = conversation(row)
-                if tool_arguments == "objects":
-                    chat = {**chat, "messages": [*_with_objects(chat["messages"])]}
-                yield place, _written(chat)
+                yield place, _written(conversation(row))
             except RowError as error:
                 problems.add(Problem(f"{error}.", _FIX, place))
     problems.raise_any()
@@ -169,35 +164,6 @@ def _checked(name: str, messages: Any) -> list[Any]:
         if content is None and not any(message.get(key) for key in INSTEAD_OF_CONTENT):
             raise RowError(f"{where} has no content: write it, as an empty text if nothing was said")
     return list(messages)
-
-
-def _with_objects(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield messages whose tool calls have objects as arguments. Raises RowError where a text is no JSON of one."""
-    for index, message in enumerate(messages):
-        calls = message.get("tool_calls")
-        if isinstance(calls, list):
-            where = f"message {index}: tool_calls"
-            yield {**message, "tool_calls": [_with_object(call, f"{where}[{n}]") for n, call in enumerate(calls)]}
-        else:
-            yield message
-
-
-def _with_object(call: Any, where: str) -> Any:
-    """A tool call, or the ``function`` in it, whose arguments are an object; what has no text there is as it is."""
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_object(call["function"], f"{where}.function")}
-    text = call.get("arguments")
-    if not isinstance(text, str):
-        return call
-    try:
-        arguments = json.loads(text or "{}")  # OpenAI's API writes an empty text where there are none
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise RowError(f"{where}.arguments is text and no JSON of an object. tool_arguments: as_written takes any text")
-    return {**call, "arguments": arguments}
 
 
 def _listed(name: str, value: Any) -> Sequence[Any]:

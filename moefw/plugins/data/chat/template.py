@@ -10,6 +10,7 @@ import json
 import random
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from typing import Any, Final, final
@@ -171,9 +172,48 @@ def _require_plain(name: Any) -> None:
         raise SecurityError(f"a namespace has no name that begins with an underscore, such as {name!r}")
 
 
+@final
+class _Arguments(dict[str, Any]):
+    """Arguments of a tool call that a row has as JSON in a text: an object, and the text where it is joined to one.
+
+    So templates that encode arguments themselves do not encode them twice, and those that write them as they are still
+    do. Servers such as vLLM decode them, too.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, behind: str) -> str:
+        return self._text + behind
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call, or the ``function`` in it, whose arguments are an object if they are JSON of one in a text."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"])}
+    text = call.get("arguments")
+    if isinstance(text, str):
+        with suppress(ValueError, RecursionError):
+            values = json.loads(text or "{}")  # OpenAI's API writes an empty text where there are none
+            if isinstance(values, dict):
+                return {**call, "arguments": _Arguments(values, text)}
+    return call
+
+
 def _as_templates_expect(message: Message) -> Message:
-    """Message without keys that are null, its reasoning under the names that templates read."""
+    """Message without keys that are null, its reasoning under the names that templates read, its arguments objects."""
     seen = {key: value for key, value in message.items() if value is not None}
+    if isinstance(seen.get("tool_calls"), list):
+        seen["tool_calls"] = [_with_arguments(call) for call in seen["tool_calls"]]
     reasoning = next((seen[key] for key in REASONING if key in seen), None)
     return seen if reasoning is None else {"thinking": reasoning, **seen, "reasoning_content": reasoning}
 
