@@ -24,6 +24,16 @@ def casts_fp8(device: torch.device) -> bool:
 
 
 @triton.jit
+def as_dtype(x, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
+    """Round fp32 numbers to a dtype and return them in fp32."""
+    if tl.bfloat16 == DTYPE:
+        x = as_bf16(x, COMPILED)
+    elif tl.float16 == DTYPE:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
 def as_bf16(x, COMPILED: tl.constexpr):
     """Round fp32 numbers to bf16 and return them in fp32."""
     if COMPILED:

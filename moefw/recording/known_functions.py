@@ -27,7 +27,7 @@ from moefw.runtime.accounting import account
 from moefw_kernels.quantize import Format, Quantized, reference
 
 T = TypeVar("T")
-QUANTIZERS: Final = ("quantize_fp8", "quantize_mxfp8", "quantize_nvfp4")
+QUANTIZERS: Final = ("quantize_tensor", "quantize_fp8", "quantize_mxfp8", "quantize_nvfp4")
 """Functions of the reference that run in the place of a kernel, or of a part of one."""
 
 

@@ -23,7 +23,7 @@ from moefw_kernels.expert_gemm import CANDIDATES, UNTUNED
 from moefw_kernels.grouped_gemm import blockwise_grouped_mm, tensorwise_grouped_mm
 from moefw_kernels.paged_copy import Pages
 from moefw_kernels.permute import RowMap
-from moefw_kernels.quantize import E5M2, Quantized, Scales, empty_rows, quantize_fp8, quantize_tensor
+from moefw_kernels.quantize import E4M3, E5M2, Quantized, Scales, empty_rows, quantize_fp8, quantize_tensor
 from moefw_kernels.routing import Gating, Segments
 from pairwise import each_value
 from triton_compiled import Compiled, compile_launches
@@ -96,7 +96,19 @@ def quantizers() -> dict[str, Case]:
     cases["fp8 of fp32"] = Case(masters, has=CVT)
     for block, keys in product(((1, 16), (16, 1), (16, 16)), (None, INDEX)):
         launch = partial(call, "quantize", "quantize_nvfp4", X, block, none(dtype=torch.float32), keys)
-        cases[f"nvfp4 {block} keyed={keys is not None}"] = Case(launch, (3, 5), deep=keys is None)
+        stores = 10 if block == (16, 1) else 6
+        cases[f"nvfp4 {block} keyed={keys is not None}"] = Case(launch, (3, stores), deep=keys is None)
+    amax, of_groups = none(dtype=torch.float32), none(8, dtype=torch.float32)
+    groups = partial(call, "quantize", "quantize_nvfp4", X, (16, 1), of_groups, INDEX, "nearest", ENDS, True)
+    cases["nvfp4 of groups, transformed"] = Case(groups, (16, 10))
+    cases["nvfp4 both"] = Case(partial(call, "quantize", "quantize_nvfp4_both", X, amax), (1, 10))
+    cases["amax"] = Case(partial(call, "quantize", "matrix_amax", X, False))
+    cases["amax of groups, transformed"] = Case(partial(call, "quantize", "group_amax", X, ENDS, True), (10, 1))
+    for fmt, level, ends_e in ((E4M3, of_groups, ENDS), (E5M2, amax, None)):
+        for function in ("quantize_tensor", "quantize_tensor_both"):
+            launch = partial(call, "quantize", function, X, fmt, level, ends_e, fmt is E5M2)
+            cast = (f"cvt.rn.satfinite.{fmt.name}x2.f32",)
+            cases[f"{function} {fmt.name}"] = Case(launch, (14, 1), cast, deep=function == "quantize_tensor")
     return cases
 
 

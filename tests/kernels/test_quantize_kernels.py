@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moefw_kernels import quantize as package
-from moefw_kernels.quantize import E4M3, Quantized, reference
+from moefw_kernels.quantize import E4M3, E5M2, Quantized, reference
 from moefw_kernels.random import token_keys, uniform
 from pairwise import each_value
 
@@ -54,7 +54,7 @@ def same(mine: Quantized, truth: Quantized) -> None:
                 assert torch.equal(left.isnan(), right.isnan()), name
                 left, right = left.nan_to_num(0.0, INF, -INF), right.nan_to_num(0.0, INF, -INF)
             assert torch.equal(left.view(word), right.view(word)), name
-    assert mine.codes.stride(mine.axis) == 1
+    assert mine.codes.stride(mine.axis) == 1 or not mine.codes.numel()
 
 
 SIZES = [(1, 1), (3, 17), (131, 67), (2, 29, 130), (0, 5), (4, 0), (2, 1, 7, 40)]
@@ -92,7 +92,6 @@ def nvfp4_as_the_reference(block: tuple[int, int], dtype: torch.dtype, sizes: li
             largest = finite.abs().amax() if view.numel() else torch.zeros(())
             odd = [torch.tensor(number) for number in (3.7, 0.0, INF, NAN)] if size == sizes[0] else []
             each = [finite.abs().amax((-2, -1))] if view.ndim > 2 else []
-            each += [finite.abs().amax(1)[:: block[0]].unsqueeze(1)] if view.ndim == 2 and view.numel() else []
             for level in (largest, *odd, *each):
                 for scales in ("nearest", "up"):
                     mine = triton.quantize_nvfp4(view, block, level, keys, scales)
@@ -126,6 +125,101 @@ def test_both_orientations_in_one_read(
 def test_nvfp4_blocks(interpreter: ProcessPoolExecutor, block: Size, keyed: bool) -> None:
     sizes = [(29, 67), (1, 1), (3, 17), (2, 17, 19), (0, 5), (4, 0)]
     interpreter.submit(nvfp4_as_the_reference, block, torch.bfloat16, sizes, keyed).result()
+
+
+def both_as_of_tensors(*options: Any) -> None:
+    from moefw_kernels.quantize import triton
+
+    same(triton.quantize_tensor(*options), reference.quantize_tensor(*options))
+    for mine, truth in zip(
+        triton.quantize_tensor_both(*options), reference.quantize_tensor_both(*options), strict=True
+    ):
+        same(mine, truth)
+
+
+def groups_as_the_reference(dtype: torch.dtype) -> None:
+    """Groups with an infinity, with NaN, without rows, of zeros alone, and rows past the last."""
+    from moefw_kernels.quantize import triton
+
+    x = awkward((102, 40), dtype)
+    x[48:64] = 0
+    x[96:] = NAN
+    keys = token_keys(torch.tensor([1]), torch.arange(len(x)), salt=0)
+    ends = torch.tensor([16, 16, 32, 48, 64, 96], dtype=torch.int32)
+    for view, ends_e in ((x, ends), (x.mT.contiguous().mT, ends), (x[:3], torch.tensor([0], dtype=torch.int32))):
+        amax = triton.group_amax(view, ends_e, False)
+        torch.testing.assert_close(amax, reference.group_amax(view, ends_e, False), rtol=0, atol=0, equal_nan=True)
+        for block, given in (((1, 16), None), ((1, 16), keys), ((16, 1), keys), ((16, 16), None)):
+            options = view, block, amax, None if given is None else given[: len(view)], "up", ends_e
+            same(triton.quantize_nvfp4(*options), reference.quantize_nvfp4(*options))
+        for fmt, scaled, level in ((E4M3, False, amax), (E5M2, True, amax + 1)):
+            both_as_of_tensors(view, fmt, level, ends_e, scaled)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_groups_of_rows_have_scales_of_their_own(interpreter: ProcessPoolExecutor, dtype: torch.dtype) -> None:
+    interpreter.submit(groups_as_the_reference, dtype).result()
+
+
+def tensors_as_the_reference(dtype: torch.dtype) -> None:
+    from moefw_kernels.quantize import triton
+
+    for size in ((1, 1), (29, 67), (2, 17, 19), (0, 5), (4, 0)):
+        x = awkward(size, dtype)
+        for view in (x, x[..., ::2, ::3].mT):
+            amax = triton.matrix_amax(view, False)
+            torch.testing.assert_close(amax, reference.matrix_amax(view, False), rtol=0, atol=0, equal_nan=True)
+            both_as_of_tensors(view, E4M3, amax, None, False)
+            both_as_of_tensors(view, E5M2, amax, None, False)
+            both_as_of_tensors(view, E5M2, torch.tensor(0.37), None, True)
+    for level in (0.0, INF, NAN, 1e-44, 1e38):
+        both_as_of_tensors(awkward((3, 17), dtype), E4M3, torch.tensor(level), None, False)
+        both_as_of_tensors(awkward((3, 17), dtype), E4M3, torch.tensor(level), None, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_one_scale_for_a_matrix(interpreter: ProcessPoolExecutor, dtype: torch.dtype) -> None:
+    interpreter.submit(tensors_as_the_reference, dtype).result()
+
+
+def square_nvfp4_as_the_reference() -> None:
+    from moefw_kernels.quantize import triton
+
+    for size in ((29, 67), (1, 1), (2, 17, 19), (0, 5)):
+        x = awkward(size, torch.bfloat16)
+        for view in (x, x.mT):
+            level = triton.matrix_amax(view, False)
+            for mine, truth in zip(
+                triton.quantize_nvfp4_both(view, level), reference.quantize_nvfp4_both(view, level), strict=True
+            ):
+                same(mine, truth)
+
+
+def test_both_orientations_of_squares(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(square_nvfp4_as_the_reference).result()
+
+
+def transformed_and_quantized_as_the_reference(dtype: torch.dtype) -> None:
+    from moefw_kernels.quantize import triton
+
+    ends = torch.tensor([16, 16, 48], dtype=torch.int32)
+    x = awkward((64, 20), dtype)
+    keys = token_keys(torch.tensor([1]), torch.arange(len(x)), salt=0)
+    for view, ends_e in ((x, None), (x, ends), (x.mT.contiguous().mT, ends), (torch.stack([x, -x]), None)):
+        if ends_e is None:
+            amax, truth = triton.matrix_amax(view, True), reference.matrix_amax(view, True)
+        else:
+            amax, truth = triton.group_amax(view, ends_e, True), reference.group_amax(view, ends_e, True)
+        torch.testing.assert_close(amax, truth, rtol=0, atol=0, equal_nan=True)
+        given = keys.expand(view.shape[:-1])
+        for draws, scales in ((None, "nearest"), (given, "up")):
+            options = view, (16, 1), amax, draws, scales, ends_e, True
+            same(triton.quantize_nvfp4(*options), reference.quantize_nvfp4(*options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_the_transform_before_nvfp4(interpreter: ProcessPoolExecutor, dtype: torch.dtype) -> None:
+    interpreter.submit(transformed_and_quantized_as_the_reference, dtype).result()
 
 
 def a_draw_that_equals_the_fraction_stays_below() -> None:

@@ -120,11 +120,14 @@ class Past:
         self.scale: dict[tuple[GemmScales, str, int], np.float32] = {}
 
     def watch(self, encode: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``GemmScales.encode`` with its operands compared with the expected ones."""
+        """Return ``GemmScales.encode`` or ``encode_both`` with its operands compared with the expected ones."""
 
-        def watched(scales: GemmScales, x: Tensor, role: Any, during: Any, about: RowGroups) -> Any:
-            found = encode(scales, x, role, during, about)
-            values = found.dequantize()
+        def watched(scales: GemmScales, x: Tensor, role: Any, *during_and_rows: Any) -> Any:
+            *_, about = during_and_rows
+            found = encode(scales, x, role, *during_and_rows)
+            first, *second = found if isinstance(found, tuple) else (found,)
+            values = first.dequantize()
+            assert all(torch.equal(other.dequantize(), values) for other in second)
             for group, part in enumerate(parts(x.detach(), about)):
                 key = (scales, role, group)
                 if scales.training:
@@ -177,7 +180,8 @@ def test_scales_follow_from_the_largest_magnitudes_of_earlier_steps(
 ) -> None:
     """Four micro-batches a step, with evaluations in between, until histories are full and wrap."""
     past = Past(3, options.get("margin", 0), options.get("algorithm", "max"))
-    monkeypatch.setattr(GemmScales, "encode", past.watch(GemmScales.encode))
+    for encode in ("encode", "encode_both"):
+        monkeypatch.setattr(GemmScales, encode, past.watch(getattr(GemmScales, encode)))
     model, engine, batches = engine_of(small(precision=delayed(**options), gemm={"use": gemm}))
     meters = [part for part in model.modules() if isinstance(part, GemmScales)]
     assert len(meters) == 3 * 4 + 3 + 2 * 3 + 2 * 2 * (8 if gemm == "loop" else 1)

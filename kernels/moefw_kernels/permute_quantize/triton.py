@@ -12,7 +12,7 @@ from torch import Tensor
 from moefw_kernels.casts import casts_fp8
 from moefw_kernels.permute import RowMap
 from moefw_kernels.quantize import Quantized, Scales, row_block
-from moefw_kernels.quantize.triton import ROW_RULES, quantize_rows_tile
+from moefw_kernels.quantize.triton.blocks import ROW_RULES, quantize_rows_tile
 
 _TOKENS = 32
 """Tokens of a tile."""

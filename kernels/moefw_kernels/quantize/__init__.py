@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from moefw_kernels.devices import takes_kernels
+from moefw_kernels.hadamard.reference import SIZE
 from moefw_kernels.in_place import in_place_of_a_kernel
 from moefw_kernels.quantize import reference
 from moefw_kernels.quantize.formats import E2M1, E4M3, E5M2, Format, decode, decode_e8m0, encode, pack, unpack
-from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
+from moefw_kernels.quantize.groups import group_of_row
 from moefw_kernels.quantize.integers import from_integers, integer_rows
 from moefw_kernels.quantize.quantized import Quantized
 from moefw_kernels.quantize.rows import Scales, empty_rows, row_block, rows_of, scale_dtype
@@ -52,8 +53,10 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_mxfp8_both",
     "quantize_nvfp4",
+    "quantize_nvfp4_both",
     "quantize_rows",
     "quantize_tensor",
+    "quantize_tensor_both",
     "row_block",
     "rows_of",
     "scale_dtype",
@@ -63,6 +66,36 @@ __all__ = [
 
 Block = tuple[int, int]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def matrix_amax(x: Tensor, *, hadamard: bool = False) -> Tensor:
+    """Largest magnitude of each matrix of ``x (..., R, C)``, fp32 ``(...)``.
+
+    0 for an empty matrix, NaN for one with a NaN. ``hadamard``: of ``x`` after the transform along its rows, of which
+    there are a multiple of 16.
+
+    Raises:
+        ValueError: A dtype other than fp32, bf16 and fp16, or another number of rows to transform.
+    """
+    _check(x)
+    _check_transform(x, hadamard)
+    amax: Tensor = _encoders(x).matrix_amax(x, hadamard)
+    return amax
+
+
+def group_amax(x: Tensor, ends_e: Tensor, *, hadamard: bool = False) -> Tensor:
+    """Largest magnitude of each group of the rows ``x (R, C)``, fp32 ``(e,)``; ``ends_e`` says where groups end.
+
+    0 for a group without rows, NaN for a group with a NaN. Rows past the last end are ignored. ``hadamard`` as in
+    ``matrix_amax``; groups then end at multiples of 16.
+
+    Raises:
+        ValueError: A dtype other than fp32, bf16 and fp16, or another number of rows to transform.
+    """
+    _check(x)
+    _check_transform(x, hadamard)
+    amax: Tensor = _encoders(x).group_amax(x, ends_e, hadamard)
+    return amax
 
 
 def quantize_tensor(
@@ -75,7 +108,7 @@ def quantize_tensor(
     """``x`` (..., R, C) in E4M3 or E5M2 with an fp32 scale for each matrix, or one if ``scale`` has shape ().
 
     ``scale``, of shape () or of the leading dimensions, multiplies ``x`` before the cast, as ``delayed_scale`` returns
-    it; None takes ``tensor_scale`` of each matrix. Runs as PyTorch operations on every device.
+    it; None takes ``tensor_scale`` of each matrix.
 
     With ``ends_e``, int32, the rows ``(R, C)`` form groups that end there. Each group has one scale, from ``scale``
     ``(e,)`` or from its largest magnitude, so that its codes and scale are those that it would have alone. Rows past
@@ -84,6 +117,28 @@ def quantize_tensor(
     Raises:
         ValueError: E2M1, a dtype other than fp32, bf16 and fp16, or shapes that do not fit together.
     """
+    level = _level_of_tensor(x, fmt, scale, ends_e)
+    with _one_kernel(x):
+        quantized: Quantized = _encoders(x).quantize_tensor(x, fmt, level, ends_e, scale is not None)
+    return quantized
+
+
+def quantize_tensor_both(
+    x: Tensor,
+    *,
+    fmt: Format = E4M3,
+    scale: Tensor | None = None,
+    ends_e: Tensor | None = None,
+) -> tuple[Quantized, Quantized]:
+    """``quantize_tensor`` with codes contiguous along rows, and along columns. The kernel reads ``x`` once."""
+    level = _level_of_tensor(x, fmt, scale, ends_e)
+    with _one_kernel(x):
+        along, across = _encoders(x).quantize_tensor_both(x, fmt, level, ends_e, scale is not None)
+    return along, across
+
+
+def _level_of_tensor(x: Tensor, fmt: Format, scale: Tensor | None, ends_e: Tensor | None) -> Tensor:
+    """The scale that is given, or else the magnitude from which it comes. Raises ValueError as ``quantize_tensor``."""
     _check(x)
     if fmt is E2M1:
         raise ValueError("e2m1 has six for its largest number, too little without a second level: use quantize_nvfp4")
@@ -92,7 +147,9 @@ def quantize_tensor(
         raise ValueError(f"ends_e divides the rows of one matrix (R, C), and x is {tuple(x.shape)}")
     if scale is not None and scale.shape != groups and (scale.ndim or ends_e is not None):
         raise ValueError(f"scale has shape {tuple(scale.shape)}; give one for each of what it serves: {tuple(groups)}")
-    return reference.quantize_tensor(x, fmt, scale, ends_e)
+    if scale is not None:
+        return scale.float()
+    return matrix_amax(x) if ends_e is None else group_amax(x, ends_e)
 
 
 def quantize_fp8(x: Tensor, *, block: Block, power_of_two: bool = True) -> Quantized:
@@ -156,6 +213,7 @@ def quantize_nvfp4(
     keys: Tensor | None = None,
     ends_e: Tensor | None = None,
     scales: BlockScales = "nearest",
+    hadamard: bool = False,
 ) -> Quantized:
     """``x`` (..., R, C) in E2M1, in blocks of 1x16, 16x1 or 16x16, each with an E4M3 scale.
 
@@ -172,16 +230,23 @@ def quantize_nvfp4(
     has one global scale, from ``global_amax`` ``(e,)`` or from its largest magnitude, so that its codes and scales
     are those that it would have alone. Rows past the last end are ignored and come back as zeros.
 
+    With ``hadamard``, in blocks of 16x1, the result is that of ``hadamard(x, axis=-2)``, whose largest magnitude
+    ``global_amax`` then is. R is a multiple of 16.
+
     Raises:
         ValueError: Another block, a dtype other than fp32, bf16 and fp16, or shapes that do not fit together.
     """
     _check(x, block, ((1, 16), (16, 1), (16, 16)))
+    _check_transform(x, hadamard)
+    if hadamard and block != (16, 1):
+        raise ValueError(f"the transform mixes the numbers of a block of 16x1: these are {block[0]}x{block[1]}")
     if ends_e is not None and x.ndim > 2:
         raise ValueError(f"ends_e divides the rows of one matrix (R, C), and x is {tuple(x.shape)}")
     if global_amax is None and ends_e is not None:
-        global_amax = group_amax(x, ends_e)
+        global_amax = group_amax(x, ends_e, hadamard=hadamard)
     elif global_amax is None:
-        global_amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        # One scale for all matrices, so they are rows of one.
+        global_amax = matrix_amax(x.flatten(0, -2) if x.ndim > 2 else x, hadamard=hadamard)
     if ends_e is not None and global_amax.shape != ends_e.shape:
         raise ValueError(
             f"global_amax has shape {tuple(global_amax.shape)}; give one number for each group: {tuple(ends_e.shape)}"
@@ -195,13 +260,20 @@ def quantize_nvfp4(
         raise ValueError(
             f"keys are {keys.dtype} {tuple(keys.shape)}; give one for each row: torch.int64 {tuple(x.shape[:-1])}"
         )
-    if ends_e is not None:
-        group_R = group_of_row(ends_e, len(x))
-        x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)
-        global_amax = torch.nn.functional.pad(global_amax, (0, 1))[group_R[:: block[0]]].unsqueeze(1)
     with _one_kernel(x):
-        quantized: Quantized = _encoders(x).quantize_nvfp4(x, block, global_amax, keys, scales)
+        quantized: Quantized = _encoders(x).quantize_nvfp4(x, block, global_amax, keys, scales, ends_e, hadamard)
     return quantized
+
+
+def quantize_nvfp4_both(x: Tensor, *, global_amax: Tensor) -> tuple[Quantized, Quantized]:
+    """``quantize_nvfp4`` in blocks of 16x16, with codes contiguous along rows, and along columns.
+
+    The kernel reads ``x`` once. ``global_amax``: fp32, the leading dimensions of ``x``.
+    """
+    _check(x)
+    with _one_kernel(x):
+        along, across = _encoders(x).quantize_nvfp4_both(x, global_amax)
+    return along, across
 
 
 def _encoders(x: Tensor) -> ModuleType:
@@ -216,6 +288,14 @@ def _encoders(x: Tensor) -> ModuleType:
 def _one_kernel(x: Tensor) -> AbstractContextManager[None]:
     """Block of the one kernel that quantizes this tensor, whichever module does."""
     return nullcontext() if takes_kernels(x) else in_place_of_a_kernel()
+
+
+def _check_transform(x: Tensor, hadamard: bool) -> None:
+    if hadamard and x.shape[-2] % SIZE:
+        raise ValueError(
+            f"the transform mixes {SIZE} rows, and {tuple(x.shape)} has {x.shape[-2]}: "
+            "pad with zeros, which leaves a product as it is"
+        )
 
 
 def _check(x: Tensor, block: Block | None = None, blocks: tuple[Block, ...] = ()) -> None:

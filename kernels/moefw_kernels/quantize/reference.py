@@ -6,18 +6,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefw_kernels.hadamard.reference import hadamard as transform
 from moefw_kernels.quantize.formats import E2M1, E4M3, Format, encode
 from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
 from moefw_kernels.quantize.quantized import Quantized, above, laid, spread, turned
 from moefw_kernels.quantize.scales import BlockScales, mx_scale, nvfp4_global_scale, nvfp4_scale, tensor_scale
 from moefw_kernels.random import uniform
 
+__all__ = [
+    "block_amax",
+    "group_amax",
+    "matrix_amax",
+    "quantize_fp8",
+    "quantize_fp8_both",
+    "quantize_mxfp8",
+    "quantize_mxfp8_both",
+    "quantize_nvfp4",
+    "quantize_nvfp4_both",
+    "quantize_tensor",
+    "quantize_tensor_both",
+]
 
-def quantize_tensor(x: Tensor, fmt: Format, scale: Tensor | None, ends_e: Tensor | None) -> Quantized:
-    """Quantize with one scale for each matrix or each group of rows."""
-    if scale is None:
-        amax = matrix_amax(x) if ends_e is None else group_amax(x, ends_e)
-        scale = tensor_scale(amax, fmt, largest=torch.finfo(x.dtype).max)
+
+def quantize_tensor(x: Tensor, fmt: Format, level: Tensor, ends_e: Tensor | None, scaled: bool) -> Quantized:
+    """Quantize with one scale for each matrix or each group of rows: ``level`` if ``scaled``, else from this amax."""
+    scale = level if scaled else tensor_scale(level, fmt, largest=torch.finfo(x.dtype).max)
     if ends_e is not None:
         group_R = group_of_row(ends_e, len(x))
         x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)
@@ -34,6 +47,14 @@ def quantize_tensor(x: Tensor, fmt: Format, scale: Tensor | None, ends_e: Tensor
         axis=-1,
         shape=tuple(x.shape),
     )
+
+
+def quantize_tensor_both(
+    x: Tensor, fmt: Format, level: Tensor, ends_e: Tensor | None, scaled: bool
+) -> tuple[Quantized, Quantized]:
+    """``quantize_tensor`` with codes along rows, and along columns."""
+    quantized = quantize_tensor(x, fmt, level, ends_e, scaled)
+    return quantized, quantized.along(-2)
 
 
 def quantize_fp8(x: Tensor, block: tuple[int, int], power_of_two: bool) -> Quantized:
@@ -60,9 +81,25 @@ def quantize_mxfp8_both(x: Tensor) -> tuple[Quantized, Quantized]:
 
 
 def quantize_nvfp4(
-    x: Tensor, block: tuple[int, int], global_amax: Tensor, keys: Tensor | None, scales: BlockScales = "nearest"
+    x: Tensor,
+    block: tuple[int, int],
+    global_amax: Tensor,
+    keys: Tensor | None,
+    scales: BlockScales = "nearest",
+    ends_e: Tensor | None = None,
+    hadamard: bool = False,
 ) -> Quantized:
-    """Quantize in blocks with E4M3 scales and an fp32 global scale: one, or one for each matrix or row of blocks."""
+    """Quantize in blocks with E4M3 scales and an fp32 global scale: one, or one for each matrix or group of rows.
+
+    With ``hadamard``, every 16 rows are transformed first.
+    """
+    if hadamard:
+        x = transform(x.mT).mT
+    if ends_e is not None:
+        group_R = group_of_row(ends_e, len(x))
+        x = x.where((group_R < len(ends_e)).unsqueeze(1), 0)
+        # One entry more, for the rows past the last end; then one for each row of blocks.
+        global_amax = F.pad(global_amax, (0, 1))[group_R[:: block[0]]].unsqueeze(1)
     encoder, decoder = nvfp4_global_scale(global_amax)
     levels = (above(level, x.ndim) for level in (encoder, decoder))
     codes, multiplier = nvfp4_scale(block_amax(x, block), *levels, scales=scales)
@@ -76,6 +113,12 @@ def quantize_nvfp4(
         global_scale=decoder,
         draws=draws,
     )
+
+
+def quantize_nvfp4_both(x: Tensor, global_amax: Tensor) -> tuple[Quantized, Quantized]:
+    """``quantize_nvfp4`` in blocks of 16x16, with codes along rows, and along columns."""
+    quantized = quantize_nvfp4(x, (16, 16), global_amax, None)
+    return quantized, quantized.along(-2)
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefw_kernels.casts import as_bf16, casts_fp8, is_compiled
 from moefw_kernels.quantize import Quantized, Scales, empty_rows, row_block
-from moefw_kernels.quantize.triton import ROW_RULES, quantize_rows_tile
+from moefw_kernels.quantize.triton.blocks import ROW_RULES, quantize_rows_tile
 from moefw_kernels.swiglu.triton import silu
 
 _ROWS = 32

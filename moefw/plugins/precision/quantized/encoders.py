@@ -99,12 +99,17 @@ class Encoder(ABC):
 
     def encode_weight(self, x: Tensor, passes: Sequence[GemmPass]) -> Sequence[Quantized]:
         """Operands of a weight in ``passes``, fprop or dgrad."""
+        if tuple(passes) == ("fprop", "dgrad"):
+            both = self.encode_both(x, "weight", RowGroups())
+            if both is not None:
+                return both
         if self.square_weights:
-            return [self.encode(x, "weight", passes[0], RowGroups())] * len(passes)
+            encoded = self.encode(x, "weight", passes[0], RowGroups())
+            return [along(encoded, summed_axis("weight", during)) for during in passes]
         return [self.encode(x, "weight", during, RowGroups()) for during in passes]
 
-    def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized] | None:
-        """Operands of rows ``x``, summed along and across rows, made in one read; None: it takes two."""
+    def encode_both(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
+        """Operands of ``x``, summed along its last axis and the one before, made in one read; None: it takes two."""
         return None
 
     def codec(self, dim: int) -> Codec | None:
@@ -125,6 +130,11 @@ def summed_axis(role: Role, during: GemmPass) -> int:
     if during == "wgrad" or (role == "weight" and during == "dgrad"):
         return -2
     return -1
+
+
+def along(encoded: Quantized, axis: int) -> Quantized:
+    """Same numbers with codes contiguous along ``axis``. Another axis takes square blocks or none."""
+    return encoded if encoded.axis == axis else encoded.along(axis)
 
 
 @final
@@ -154,8 +164,10 @@ class Blockwise(Encoder):
             block = (128, 1)
         return quantize_fp8(x, block=block, power_of_two=self._power_of_two)
 
-    def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized]:
-        """Operands of rows."""
+    def encode_both(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
+        """Operands of rows. A weight has square blocks."""
+        if role == "weight":
+            return None
         return quantize_fp8_both(x, power_of_two=self._power_of_two)
 
     def codec(self, dim: int) -> Codec:
@@ -173,14 +185,8 @@ class MX(Encoder):
         """Operand."""
         return quantize_mxfp8(x, block=(1, 32) if summed_axis(role, during) == -1 else (32, 1))
 
-    def encode_weight(self, x: Tensor, passes: Sequence[GemmPass]) -> Sequence[Quantized]:
-        """Operands of a weight; for fprop and dgrad, both are made in one read."""
-        if tuple(passes) == ("fprop", "dgrad"):
-            return quantize_mxfp8_both(x)
-        return super().encode_weight(x, passes)
-
-    def encode_both(self, x: Tensor) -> tuple[Quantized, Quantized]:
-        """Operands of rows."""
+    def encode_both(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Quantized, Quantized]:
+        """Operands of rows, or of a weight."""
         return quantize_mxfp8_both(x)
 
     def codec(self, dim: int) -> Codec:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from moefw.core.records import GemmPass, Role, RowGroups
 from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
-from moefw_kernels.hadamard import SIZE, hadamard
-from moefw_kernels.quantize import BlockScales, Quantized, matrix_amax, quantize_nvfp4
+from moefw_kernels.hadamard import SIZE
+from moefw_kernels.quantize import BlockScales, Quantized, matrix_amax, quantize_nvfp4, quantize_nvfp4_both
 from moefw_kernels.random import operand_keys
 
 
@@ -56,10 +56,17 @@ class FourBits(Encoder):
         if self.draws and role == "grad" and rows.keys_R is not None:
             # A turned row mixes 16. The first is never padding, whose key is 0 in every group.
             keys_R = operand_keys(rows.keys_R, salt(f"{self._place}.{during}"), size=SIZE if turns else 1)
-        if turns:
-            x = hadamard(F.pad(x, (0, 0, 0, -x.shape[-2] % SIZE)), axis=-2)
+        missing = -x.shape[-2] % SIZE
+        if turns and missing:
+            x = F.pad(x, (0, 0, 0, missing))
         scales: BlockScales = "nearest" if keys_R is None else self._drawn_scales
-        return quantize_nvfp4(x, block=block, keys=keys_R, ends_e=rows.ends_e, scales=scales)
+        return quantize_nvfp4(x, block=block, keys=keys_R, ends_e=rows.ends_e, scales=scales, hadamard=turns)
+
+    def encode_both(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
+        """Operands of a weight in squares. Rows are transformed, or drawn anew, for the sum across them."""
+        if role == "weight" and self.square_weights:
+            return quantize_nvfp4_both(x, global_amax=matrix_amax(x))
+        return None
 
 
 def salt(place: str) -> int:

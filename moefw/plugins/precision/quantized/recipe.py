@@ -69,7 +69,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
         """Codes and scales of a weight for each pass."""
 
     @abstractmethod
-    def encode_both(self, x: Tensor, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
+    def encode_both(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
         """Codes and scales of rows ``x``, summed along and across rows, made in one read; None: it takes two."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
 
     def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Any, SavedOperand] | None:
         """Operand of the first pass, and the codes for wgrad, where rows are read once."""
-        both = self.encode_both(x, rows)
+        both = self.encode_both(x, role, rows)
         if both is None:
             return None
         along, across = both
@@ -138,9 +138,9 @@ class EmulatedRecipe(QuantizedRecipe):
         """Codes and scales of a weight."""
         return self.encoder.encode_weight(x, passes)
 
-    def encode_both(self, x: Tensor, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
+    def encode_both(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
         """Codes and scales of rows."""
-        return self.encoder.encode_both(x)
+        return self.encoder.encode_both(x, role, rows)
 
     def operand_of(self, x: Tensor, during: GemmPass) -> Callable[[Quantized], Tensor]:
         """Function that dequantizes."""

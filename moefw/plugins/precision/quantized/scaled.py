@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from moefw.core.contracts import Precision
 from moefw.core.records import GemmPass, Role, RowGroups
-from moefw.plugins.precision.quantized.encoders import Encoder, summed_axis
+from moefw.plugins.precision.quantized.encoders import Encoder, along, summed_axis
 from moefw.plugins.precision.quantized.products import Products
 from moefw.plugins.precision.quantized.recipe import Activations, QuantizedRecipe
 from moefw_kernels.quantize import Quantized
@@ -82,24 +82,19 @@ class ScaledRecipe(QuantizedRecipe):
         x = _filled(x, more_rows, more_columns)
         if more_rows and rows.keys_R is not None:
             rows = replace(rows, keys_R=F.pad(rows.keys_R, (0, more_rows)))
-        return _along(self.encoder.encode(x, role, during, rows), axis)
+        return along(self.encoder.encode(x, role, during, rows), axis)
 
     def encode_weight(self, x: Tensor, passes: Sequence[GemmPass]) -> Sequence[Quantized]:
         """Codes and scales of a weight, contiguous along the axis that each pass sums over."""
         more_rows, more_columns = self._missing(x, -2, RowGroups())
-        encoded = self.encoder.encode_weight(_filled(x, more_rows, more_columns), passes)
-        return [_along(codes, summed_axis("weight", during)) for codes, during in zip(encoded, passes, strict=True)]
+        return self.encoder.encode_weight(_filled(x, more_rows, more_columns), passes)
 
-    def encode_both(self, x: Tensor, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
+    def encode_both(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
         """Codes and scales of rows, contiguous along the axis that each pass sums over."""
         missing = self._missing(x, -1, rows)
         if missing != self._missing(x, -2, rows):
             return None
-        both = self.encoder.encode_both(_filled(x, *missing))
-        if both is None:
-            return None
-        along, across = both
-        return _along(along, -1), _along(across, -2)
+        return self.encoder.encode_both(_filled(x, *missing), role, rows)
 
     def fills_up(self, x: Tensor, rows: RowGroups) -> bool:
         """Whether a size is not a multiple."""
@@ -124,8 +119,3 @@ def _filled(x: Tensor, more_rows: int, more_columns: int) -> Tensor:
     if not more_rows and not more_columns:
         return x
     return F.pad(x, (0, more_columns, 0, more_rows))
-
-
-def _along(encoded: Quantized, axis: int) -> Quantized:
-    """Same numbers with codes contiguous along ``axis``. Another axis takes square blocks or none."""
-    return encoded if encoded.axis == axis else encoded.along(axis)

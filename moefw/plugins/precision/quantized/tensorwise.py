@@ -27,6 +27,7 @@ from moefw_kernels.quantize import (
     group_amax,
     matrix_amax,
     quantize_tensor,
+    quantize_tensor_both,
 )
 
 FORMATS: Final[Mapping[Role, Format]] = {"input": E4M3, "weight": E4M3, "grad": E5M2}
@@ -42,6 +43,10 @@ class CurrentScales(Encoder):
     def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Operand."""
         return quantize_tensor(x, fmt=FORMATS[role], ends_e=rows.ends_e)
+
+    def encode_both(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Quantized, Quantized]:
+        """Operands of rows, or of a weight."""
+        return quantize_tensor_both(x, fmt=FORMATS[role], ends_e=rows.ends_e)
 
 
 Algorithm = Literal["max", "most_recent"]
@@ -104,14 +109,21 @@ class GemmScales(nn.Module, Encoder, Meter):
 
     def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Operand; in training, record its magnitude. If that is not finite, the whole group is NaN."""
+        return quantize_tensor(x, fmt=FORMATS[role], scale=self._scale_of(x, role, rows), ends_e=rows.ends_e)
+
+    def encode_both(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Quantized, Quantized]:
+        """Operands of rows, or of a weight, as ``encode`` makes them."""
+        return quantize_tensor_both(x, fmt=FORMATS[role], scale=self._scale_of(x, role, rows), ends_e=rows.ends_e)
+
+    def _scale_of(self, x: Tensor, role: Role, rows: RowGroups) -> Tensor:
+        """Scale of each group, or matrix, of an operand, whose magnitude is recorded in training."""
         operand = list(FORMATS).index(role)
         amax = matrix_amax(x) if rows.ends_e is None else group_amax(x, rows.ends_e)
         if self.training:
             # A maximum is the same however the batch is split, and however often a region runs again.
             largest = self.largest[:, operand]
             largest.copy_(torch.maximum(largest, amax.view_as(largest)))
-        scale = torch.where(amax.isfinite(), self.scale[:, operand].view_as(amax), torch.nan)
-        return quantize_tensor(x, fmt=FORMATS[role], scale=scale, ends_e=rows.ends_e)
+        return torch.where(amax.isfinite(), self.scale[:, operand].view_as(amax), torch.nan)
 
     def encode_activation(self, x: Tensor, rows: RowGroups) -> Quantized:
         """Codes of a tensor that is not an operand, scaled by its own magnitude."""
