@@ -119,6 +119,12 @@ BASES: dict[str, dict[str, Any]] = {
     "sharded attention": {"parallel": {"dense": {"shard": "all"}, "experts": {"ep": 8}}},
     "pipeline": {"parallel": {"pp": 2, "experts": {"ep": 4}}},
     "blockwise": {"precision": {"use": "fp8-blockwise", "backend": "torch"}, "parallel": {"experts": {"ep": 8}}},
+    "blockwise, sharded": {
+        "model": {**SPEC["model"], "dim": 1024, "expert_dim": 128},
+        "precision": {"use": "fp8-blockwise", "backend": "torch"},
+        "parallel": {"experts": {"ep": 4, "shard": "all"}},
+    },
+    "mxfp8, sharded": {"precision": {"use": "mxfp8", "backend": "emulate"}, "parallel": SHARDED},
     "budget": {"dispatch": {"use": "alltoall", "rank_capacity": 1.5, "on_overflow": "rerun"}},
     "loop": {"gemm": {"use": "loop"}, "parallel": {"experts": {"ep": 8}}},
     "recomputed": {"memory": [{"use": "recompute", "regions": ["attention"]}]},

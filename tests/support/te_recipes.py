@@ -27,7 +27,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
 """Recipes without stochastic rounding, so that everything is deterministic."""
 
 
-def recipe(name: str, backend: str) -> Precision:
+def recipe(name: str, backend: str, **more: Any) -> Precision:
     use, options = RECIPES[name]
     context: Any = SimpleNamespace(device=torch.device("cpu"), site=SimpleNamespace(layer=3))
-    return PLUGINS[use](backend=backend, **options).build(context)
+    return PLUGINS[use](backend=backend, **options, **more).build(context)

@@ -53,6 +53,11 @@ class LowPrecisionPlugin(PrecisionPlugin):
     machine; ``torch`` multiplies the codes directly, on GPUs that can; ``te`` quantizes and multiplies with Transformer
     Engine.
     """
+    primary_weights: Literal["fp32", "bf16"] = "fp32"
+    """Format in which sharded weights are gathered, and from which weights are quantized in any layout.
+
+    ``bf16`` halves the bytes, and rounds weights twice, as Megatron Core does in MXFP8.
+    """
     keep_bf16: tuple[str, ...] = ()
     """Patterns of modules that stay in bf16: ``layers.0.*``, ``layers.-1.*`` for the last layer, ``*.attention``."""
 
@@ -116,7 +121,11 @@ class LowPrecisionPlugin(PrecisionPlugin):
 
     def build(self, context: moefw.BuildContext) -> moefw.Precision:
         """Recipe. Raises PlanError where the backend cannot multiply its operands on this GPU."""
-        return self.operands(context.site).recipe(self.backend, context.device, self.te_gpus)
+        import torch
+
+        weight_dtype = torch.bfloat16 if self.primary_weights == "bf16" else None
+        operands = self.operands(context.site)
+        return operands.recipe(self.backend, context.device, self.te_gpus, weight_dtype=weight_dtype)
 
     @abstractmethod
     def operands(self, site: Site) -> Operands:

@@ -31,8 +31,12 @@ class FP8Blockwise(QuantizedPlugin):
 
     scales: Literal["power_of_two", "fp32"] = "power_of_two"
     """Scales: ``power_of_two``, rounded down as in Transformer Engine's default, or exact ``fp32``."""
-    primary_weights: Literal["fp32", "fp8"] = "fp32"
-    """Format in which sharded weights are gathered; ``fp8``: each rank quantizes its shard of the fp32 masters."""
+    primary_weights: Literal["fp32", "bf16", "fp8"] = "fp32"  # type: ignore[assignment]  # one format more
+    """Format in which sharded weights are gathered, and from which weights are quantized in any layout.
+
+    ``bf16`` halves the bytes, and rounds weights twice. ``fp8``: each rank quantizes its shard of the fp32 masters,
+    with the codes of ``fp32``.
+    """
 
     @property
     def te_gpus(self) -> Gpus:
@@ -42,7 +46,7 @@ class FP8Blockwise(QuantizedPlugin):
     def check(self, site: Site) -> Sequence[moefw.Problem]:
         """Also a problem if fp8 primary weights meet Transformer Engine, or a layout that shards none."""
         problems = [*super().check(site)]
-        if self.primary_weights == "fp32":
+        if self.primary_weights != "fp8":
             return problems
         if self.backend == "te":
             problems.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -29,17 +29,24 @@ class Operands:
     quantizers: Quantizers
     activations: Activations = "bf16"
 
-    def recipe(self, backend: str, device: torch.device, te_gpus: Gpus) -> LowPrecisionRecipe:
-        """Recipe. Raises PlanError where the backend cannot multiply the operands on the device."""
+    def recipe(
+        self, backend: str, device: torch.device, te_gpus: Gpus, *, weight_dtype: torch.dtype | None
+    ) -> LowPrecisionRecipe:
+        """Recipe. Raises PlanError where the backend cannot multiply the operands on the device.
+
+        ``weight_dtype``: dtype in which weights are gathered, and to which they are rounded before they are quantized;
+        None: that in which they are stored.
+        """
+        forms: dict[str, Any] = {"activations": self.activations, "weight_dtype": weight_dtype}
         if backend == "emulate":
-            return EmulatedRecipe(self.encoder, activations=self.activations)
+            return EmulatedRecipe(self.encoder, **forms)
         if backend == "torch":
             from moefw.plugins.precision.quantized.scaled import ScaledRecipe
 
             self.products.gpus.require(device)
-            return ScaledRecipe(self.encoder, self.products, activations=self.activations)
+            return ScaledRecipe(self.encoder, self.products, **forms)
         from moefw.plugins.precision.quantized.te.library import load
         from moefw.plugins.precision.quantized.te.recipe import TERecipe
 
         te_gpus.require(device)
-        return TERecipe(load(), self.quantizers, self.encoder, activations=self.activations)
+        return TERecipe(load(), self.quantizers, self.encoder, **forms)

@@ -15,6 +15,7 @@ from moefw.core.contracts import Codec, Precision, WeightCodec
 from moefw.core.records import GemmPass, Role, RowGroups, SavedOperand
 from moefw.plugins.precision.quantized.encoders import Encoder
 from moefw.runtime.accounting import standing_for
+from moefw.runtime.compute.casts import in_dtype
 from moefw_kernels.quantize import E2M1, Quantized, from_integers, integer_rows
 from moefw_kernels.swiglu_quantize import swiglu_quantize
 
@@ -31,16 +32,21 @@ class LowPrecisionRecipe(nn.Module, Precision):
     residual_dtype: ClassVar[Any] = torch.bfloat16
     by_pass: ClassVar[bool] = True
 
-    def __init__(self, encoder: Encoder, *, activations: Activations) -> None:
+    def __init__(self, encoder: Encoder, *, activations: Activations, weight_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.encoder = encoder
         self._activations = activations
+        self.weight_dtype = weight_dtype  # type: ignore[misc]  # of the class, in recipes without options
         self.draws = encoder.draws
         self.shares_inputs = encoder.shares_inputs
 
     def codec(self, dim: int) -> Codec | None:
         """Codec that packs rows in the blocks of fprop; None if the format has none."""
         return self.encoder.codec(dim)
+
+    def weight_values(self, weight: Tensor) -> Tensor:
+        """Values of a weight that are quantized: as it is, or rounded as it would be to be gathered."""
+        return weight if self.weight_dtype is None else in_dtype(weight, self.weight_dtype)
 
     def weight_codec(self) -> WeightCodec | None:
         """Codec that quantizes shards of weights before they are gathered; None if none does."""
@@ -78,11 +84,13 @@ class QuantizedRecipe(LowPrecisionRecipe):
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Recipe with the encoder of ``name``."""
-        return type(self)(self.encoder.at(name, groups=groups), activations=self._activations)
+        encoder = self.encoder.at(name, groups=groups)
+        return type(self)(encoder, activations=self._activations, weight_dtype=self.weight_dtype)
 
     def quantize(self, x: Tensor, *, role: Role, during: GemmPass, rows: RowGroups | None = None) -> Any:
         """Operand."""
-        return self.operand_of(x, during)(self.encode(x, role, during, rows or _NO_ROWS))
+        values = self.weight_values(x) if role == "weight" else x
+        return self.operand_of(x, during)(self.encode(values, role, during, rows or _NO_ROWS))
 
     def both_ways(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Any, SavedOperand] | None:
         """Operand of the first pass, and the codes for wgrad, where rows are read once."""
@@ -95,7 +103,7 @@ class QuantizedRecipe(LowPrecisionRecipe):
 
     def weight_operands(self, weight: Tensor, passes: Sequence[GemmPass]) -> Mapping[GemmPass, Callable[[], Any]]:
         """Function for each pass that returns the operand of a weight, of codes and scales that it holds."""
-        encoded = self.encode_weight(weight, passes)
+        encoded = self.encode_weight(self.weight_values(weight), passes)
         return {
             during: partial(self.operand_of(weight, during), codes)
             for during, codes in zip(passes, encoded, strict=True)

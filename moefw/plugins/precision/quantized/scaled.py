@@ -67,13 +67,21 @@ class ScaledRecipe(QuantizedRecipe):
     Rows of groups are not padded: dispatchers align them.
     """
 
-    def __init__(self, encoder: Encoder, products: Products, *, activations: Activations) -> None:
-        super().__init__(encoder, activations=activations)
+    def __init__(
+        self,
+        encoder: Encoder,
+        products: Products,
+        *,
+        activations: Activations,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(encoder, activations=activations, weight_dtype=weight_dtype)
         self._products = products
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Recipe with the encoder of ``name``."""
-        return ScaledRecipe(self.encoder.at(name, groups=groups), self._products, activations=self._activations)
+        encoder = self.encoder.at(name, groups=groups)
+        return ScaledRecipe(encoder, self._products, activations=self._activations, weight_dtype=self.weight_dtype)
 
     def encode(self, x: Tensor, role: Role, during: GemmPass, rows: RowGroups) -> Quantized:
         """Codes and scales, contiguous along the summed axis."""

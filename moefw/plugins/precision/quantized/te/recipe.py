@@ -26,15 +26,29 @@ class TERecipe(LowPrecisionRecipe):
     ``encoder`` quantizes rows on the wire and saved activations, and holds delayed scales.
     """
 
-    def __init__(self, te: Library, quantizers: Quantizers, encoder: Encoder, *, activations: Activations) -> None:
-        super().__init__(encoder, activations=activations)
+    def __init__(
+        self,
+        te: Library,
+        quantizers: Quantizers,
+        encoder: Encoder,
+        *,
+        activations: Activations,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(encoder, activations=activations, weight_dtype=weight_dtype)
         self._te = te
         self._quantizers = quantizers.at(encoder)
 
     def at(self, name: str, *, groups: int | None = None) -> Precision:
         """Recipe with the encoder of ``name``."""
         encoder = self.encoder.at(name, groups=groups)
-        return TERecipe(self._te, self._quantizers, encoder, activations=self._activations)
+        return TERecipe(
+            self._te,
+            self._quantizers,
+            encoder,
+            activations=self._activations,
+            weight_dtype=self.weight_dtype,
+        )
 
     def quantize(self, x: Tensor, *, role: Role, during: GemmPass, rows: RowGroups | None = None) -> TEOperand:
         """Operand. Raises ContractError where rows are in groups whose sizes the host does not know."""
@@ -73,7 +87,8 @@ class TERecipe(LowPrecisionRecipe):
         ]
         more_rows = 0 if sizes is not None else forms[0].filled[0] - x.shape[-2]
         more_columns = forms[0].filled[1] - x.shape[-1]
-        x = quantizers.takes(x.detach(), role)
+        values = self.weight_values(x.detach()) if role == "weight" else x.detach()
+        x = quantizers.takes(values, role)
         if more_rows or more_columns:
             x = F.pad(x, (0, more_columns, 0, more_rows))
         matrices = self._matrices(x.contiguous(), role, all_codes, sizes)
