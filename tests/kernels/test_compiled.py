@@ -92,6 +92,8 @@ def quantizers() -> dict[str, Case]:
             cases[f"{name} {block} {options}"] = Case(launch, narrow, CVT, deep=deep)
         both = partial(call, "quantize", f"quantize_{name}_both", X, *options)
         cases[f"{name} both {options}"] = Case(both, (0, 2), CVT, deep=deep)
+    square = partial(call, "quantize", "quantize_fp8_both", X, True, True)
+    cases["fp8 both of squares"] = Case(square, (0, 2), CVT)
     masters = partial(call, "quantize", "quantize_fp8", none(8, 2048, 2048, dtype=torch.float32), (128, 128), True)
     cases["fp8 of fp32"] = Case(masters, has=CVT)
     for block, keys in product(((1, 16), (16, 1), (16, 16)), (None, INDEX)):
@@ -100,7 +102,7 @@ def quantizers() -> dict[str, Case]:
         cases[f"nvfp4 {block} keyed={keys is not None}"] = Case(launch, (3, stores), deep=keys is None)
     amax, of_groups = none(dtype=torch.float32), none(8, dtype=torch.float32)
     groups = partial(call, "quantize", "quantize_nvfp4", X, (16, 1), of_groups, INDEX, "nearest", ENDS, True)
-    cases["nvfp4 of groups, transformed"] = Case(groups, (16, 10))
+    cases["nvfp4 of groups, transformed"] = Case(groups, (24, 10))
     cases["nvfp4 both"] = Case(partial(call, "quantize", "quantize_nvfp4_both", X, amax), (1, 10))
     cases["amax"] = Case(partial(call, "quantize", "matrix_amax", X, False))
     cases["amax of groups, transformed"] = Case(partial(call, "quantize", "group_amax", X, ENDS, True), (10, 1))
@@ -108,7 +110,7 @@ def quantizers() -> dict[str, Case]:
         for function in ("quantize_tensor", "quantize_tensor_both"):
             launch = partial(call, "quantize", function, X, fmt, level, ends_e, fmt is E5M2)
             cast = (f"cvt.rn.satfinite.{fmt.name}x2.f32",)
-            cases[f"{function} {fmt.name}"] = Case(launch, (14, 1), cast, deep=function == "quantize_tensor")
+            cases[f"{function} {fmt.name}"] = Case(launch, (24, 1), cast, deep=function == "quantize_tensor")
     return cases
 
 

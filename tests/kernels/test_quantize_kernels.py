@@ -146,7 +146,7 @@ def groups_as_the_reference(dtype: torch.dtype) -> None:
     x[96:] = NAN
     keys = token_keys(torch.tensor([1]), torch.arange(len(x)), salt=0)
     ends = torch.tensor([16, 16, 32, 48, 64, 96], dtype=torch.int32)
-    for view, ends_e in ((x, ends), (x.mT.contiguous().mT, ends), (x[:3], torch.tensor([0], dtype=torch.int32))):
+    for view, ends_e in ((x, ends), (x.mT.contiguous().mT, ends), (x[:3], ends[:1] - 16), (x[:16], ends[:0])):
         amax = triton.group_amax(view, ends_e, False)
         torch.testing.assert_close(amax, reference.group_amax(view, ends_e, False), rtol=0, atol=0, equal_nan=True)
         for block, given in (((1, 16), None), ((1, 16), keys), ((16, 1), keys), ((16, 16), None)):
@@ -193,6 +193,22 @@ def square_nvfp4_as_the_reference() -> None:
                 triton.quantize_nvfp4_both(view, level), reference.quantize_nvfp4_both(view, level), strict=True
             ):
                 same(mine, truth)
+
+
+def square_fp8_as_the_reference() -> None:
+    from moefw_kernels.quantize import triton
+
+    for size in ((130, 67), (2, 17, 129), (0, 5)):
+        x = awkward(size, torch.bfloat16)
+        for view in (x, x.mT):
+            for mine, truth in zip(
+                triton.quantize_fp8_both(view, True, True), reference.quantize_fp8_both(view, True, True), strict=True
+            ):
+                same(mine, truth)
+
+
+def test_both_orientations_of_squares_in_fp8(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(square_fp8_as_the_reference).result()
 
 
 def test_both_orientations_of_squares(interpreter: ProcessPoolExecutor) -> None:

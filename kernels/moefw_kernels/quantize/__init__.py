@@ -166,11 +166,14 @@ def quantize_fp8(x: Tensor, *, block: Block, power_of_two: bool = True) -> Quant
     return quantized
 
 
-def quantize_fp8_both(x: Tensor, *, power_of_two: bool = True) -> tuple[Quantized, Quantized]:
-    """``quantize_fp8`` with blocks of 1x128 and of 128x1. The kernel reads ``x`` once."""
+def quantize_fp8_both(x: Tensor, *, power_of_two: bool = True, square: bool = False) -> tuple[Quantized, Quantized]:
+    """``quantize_fp8`` with blocks of 1x128 and of 128x1. The kernel reads ``x`` once.
+
+    ``square``: with blocks of 128x128, and codes contiguous along rows, and along columns.
+    """
     _check(x)
     with _one_kernel(x):
-        row, column = _encoders(x).quantize_fp8_both(x, power_of_two)
+        row, column = _encoders(x).quantize_fp8_both(x, power_of_two, square)
     return row, column
 
 

@@ -64,8 +64,11 @@ def quantize_fp8(x: Tensor, block: tuple[int, int], power_of_two: bool) -> Quant
     return _quantized(x, multiplier=multiplier, scales=multiplier.reciprocal(), block=block, fmt=E4M3)
 
 
-def quantize_fp8_both(x: Tensor, power_of_two: bool) -> tuple[Quantized, Quantized]:
-    """Quantize in blocks of 1x128, and of 128x1."""
+def quantize_fp8_both(x: Tensor, power_of_two: bool, square: bool = False) -> tuple[Quantized, Quantized]:
+    """Quantize in blocks of 1x128, and of 128x1; or of 128x128, with codes along rows, and along columns."""
+    if square:
+        quantized = quantize_fp8(x, (128, 128), power_of_two)
+        return quantized, quantized.along(-2)
     return quantize_fp8(x, (1, 128), power_of_two), quantize_fp8(x, (128, 1), power_of_two)
 
 

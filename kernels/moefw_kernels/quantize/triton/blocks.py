@@ -133,7 +133,7 @@ def _blocks_kernel(
     )  # fmt: skip
     if BOTH:
         column_codes += matrix * rows * columns
-        column_scales += matrix * columns * tl.cdiv(rows, B)
+        column_scales += matrix * (tl.cdiv(columns, B) if SQUARE else columns) * tl.cdiv(rows, B)
         _store_blocks(
             tl.trans(tile), r0=c0, c0=r0, rows=columns, columns=rows, codes=column_codes, scales=column_scales,
             largest=largest, B=B, SQUARE=SQUARE, RULE=RULE, CVT=CVT,
@@ -145,9 +145,9 @@ def quantize_fp8(x: Tensor, block: tuple[int, int], power_of_two: bool) -> Quant
     return _blocks(x, block, _POWER_OF_TWO if power_of_two else EXACT)
 
 
-def quantize_fp8_both(x: Tensor, power_of_two: bool) -> tuple[Quantized, Quantized]:
+def quantize_fp8_both(x: Tensor, power_of_two: bool, square: bool = False) -> tuple[Quantized, Quantized]:
     """Implement ``reference.quantize_fp8_both``."""
-    return _both(x, 128, _POWER_OF_TWO if power_of_two else EXACT)
+    return _both(x, 128, _POWER_OF_TWO if power_of_two else EXACT, square=square)
 
 
 def quantize_mxfp8(x: Tensor, block: tuple[int, int]) -> Quantized:
@@ -167,9 +167,9 @@ def _blocks(x: Tensor, block: tuple[int, int], rule: Any) -> Quantized:
     return _launch(x, block[1], rule, square=block[0] > 1)[0]
 
 
-def _both(x: Tensor, size: int, rule: Any) -> tuple[Quantized, Quantized]:
-    """``x`` in blocks of 1 x size, and of size x 1."""
-    row, column = _launch(x, size, rule, square=False, both=True)
+def _both(x: Tensor, size: int, rule: Any, *, square: bool = False) -> tuple[Quantized, Quantized]:
+    """``x`` in blocks of 1 x size, and of size x 1; or in square blocks, with codes along rows, and along columns."""
+    row, column = _launch(x, size, rule, square=square, both=True)
     return row, column.mT
 
 

@@ -90,14 +90,28 @@ def divide(number: tl.constexpr, by):
 
 
 @triton.jit
-def group_of(row, ends, groups, STEPS: tl.constexpr):
-    """Group in which each of these rows lies, ``groups.group_of_row``, by a search of STEPS, the bits of ``groups``."""
-    found = tl.zeros(row.shape, tl.int32)
+def _group_of(row, ends, groups, STEPS: tl.constexpr):
+    """Group in which one row lies, as ``groups.group_of_row``, by a search in STEPS, the bits of ``groups``."""
+    found = (row * 0).to(tl.int32)
     for step in tl.static_range(STEPS):
         further = found + (1 << (STEPS - 1 - step))
         end = tl.load(ends + further - 1, mask=further <= groups, other=0)
         found = tl.where((further <= groups) & (end <= row), further, found)
     return found
+
+
+@triton.jit
+def of_groups(values, rows, first, last, ends, groups, other, STEPS: tl.constexpr):
+    """Value of the group in which each of these rows lies; ``other`` past the last group.
+
+    Rows lie between ``first`` and ``last``, mostly in one group: numbers are loaded for each group, not for each row.
+    """
+    found = tl.zeros(rows.shape, tl.float32) + other
+    behind = tl.minimum(_group_of(last, ends, groups, STEPS) + 1, groups)
+    for group in range(_group_of(first, ends, groups, STEPS), behind):
+        begin = tl.load(ends + group - 1, mask=group > 0, other=0)
+        found = tl.where(rows >= begin, tl.load(values + group), found)
+    return tl.where(rows < tl.load(ends + groups - 1), found, other)
 
 
 @triton.jit
@@ -124,6 +138,11 @@ def place_of_tile(rows, columns, R: tl.constexpr, C: tl.constexpr):
     across = tl.cdiv(columns, C)
     tiles = tl.cdiv(rows, R) * across
     return program // tiles, program % tiles // across * R, program % tiles % across * C
+
+
+def is_empty(x: Tensor, ends_e: Tensor | None) -> bool:
+    """Whether there is nothing for a kernel: no numbers, or no groups in which they are."""
+    return not x.numel() or (ends_e is not None and not len(ends_e))
 
 
 def matrices(x: Tensor) -> Tensor:

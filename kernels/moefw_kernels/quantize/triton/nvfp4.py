@@ -31,10 +31,11 @@ from moefw_kernels.quantize.triton.in_kernels import (
     as_float,
     divide,
     encode,
-    group_of,
+    is_empty,
     load_tile,
     magnitude,
     matrices,
+    of_groups,
     place_of_tile,
     store,
 )
@@ -128,8 +129,10 @@ def _nvfp4_kernel(
         is_first = (r0 == 0) & (c0 == 0) & ((matrix == 0) | (amax_stride > 0))
         tl.store(decoders + matrix * amax_stride + place * 0, decoder, mask=is_first & (place == 0))
     else:
-        group = group_of(place * 16 if TRANSPOSED or SQUARE else place, ends, groups, STEPS)
-        encoder, decoder = _global_scale(tl.load(global_amax + group, mask=group < groups, other=0.0))
+        row = place * 16 if TRANSPOSED or SQUARE else place
+        first = c0 if TRANSPOSED else r0
+        last = first + (C if TRANSPOSED else R) - 1
+        encoder, decoder = _global_scale(of_groups(global_amax, row, first, last, ends, groups, 0.0, STEPS))
         tl.store(decoders + place, decoder, mask=is_first & (place < count))
     scale, multiplier = _block_scale(amax, encoder, decoder, UP)
 
@@ -162,7 +165,7 @@ def quantize_nvfp4(
     hadamard: bool = False,
 ) -> Quantized:
     """Implement ``reference.quantize_nvfp4``."""
-    if not x.numel():
+    if is_empty(x, ends_e):
         return reference.quantize_nvfp4(x, block, global_amax, keys, scales, ends_e, hadamard)
     transposed = axis_of(block) == -2
     quantized, _ = _launch(

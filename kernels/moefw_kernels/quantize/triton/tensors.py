@@ -21,9 +21,10 @@ from moefw_kernels.quantize.triton.in_kernels import (
     divide,
     encode_e4m3,
     encode_e5m2,
-    group_of,
+    is_empty,
     load_tile,
     matrices,
+    of_groups,
     place_of_tile,
     store,
 )
@@ -49,9 +50,8 @@ def _tensor_kernel(
         real = r < rows
         level = tl.load(levels + matrix * level_stride + r * 0)
     else:
-        group = group_of(r, ends, groups, STEPS)
-        real = (group < groups) & (r < rows)
-        level = tl.load(levels + group, mask=real, other=1.0 if SCALED else 0.0)
+        real = (r < rows) & (r < tl.load(ends + groups - 1))
+        level = of_groups(levels, r, r0, r0 + R - 1, ends, groups, 1.0 if SCALED else 0.0, STEPS)
     if SCALED:
         multiplier = level
         scale = as_bits(divide(1.0, tl.where(level == 0, 1.0, level)))
@@ -74,7 +74,7 @@ def _tensor_kernel(
 
 def quantize_tensor(x: Tensor, fmt: Format, level: Tensor, ends_e: Tensor | None, scaled: bool) -> Quantized:
     """Implement ``reference.quantize_tensor``."""
-    if not x.numel():
+    if is_empty(x, ends_e):
         return reference.quantize_tensor(x, fmt, level, ends_e, scaled)
     return _launch(x, fmt, level, ends_e, scaled, both=False)[0]
 
@@ -83,7 +83,7 @@ def quantize_tensor_both(
     x: Tensor, fmt: Format, level: Tensor, ends_e: Tensor | None, scaled: bool
 ) -> tuple[Quantized, Quantized]:
     """Implement ``reference.quantize_tensor_both``."""
-    if not x.numel():
+    if is_empty(x, ends_e):
         return reference.quantize_tensor_both(x, fmt, level, ends_e, scaled)
     along, across = _launch(x, fmt, level, ends_e, scaled, both=True)
     return along, across

@@ -99,10 +99,12 @@ class Encoder(ABC):
 
     def encode_weight(self, x: Tensor, passes: Sequence[GemmPass]) -> Sequence[Quantized]:
         """Operands of a weight in ``passes``, fprop or dgrad."""
-        if tuple(passes) == ("fprop", "dgrad"):
+        both = None
+        if "dgrad" in passes and (self.square_weights or "fprop" in passes):
             both = self.encode_both(x, "weight", RowGroups())
-            if both is not None:
-                return both
+        if both is not None:
+            by_pass = {"fprop": both[0], "dgrad": both[1]}
+            return [by_pass[during] for during in passes]
         if self.square_weights:
             encoded = self.encode(x, "weight", passes[0], RowGroups())
             return [along(encoded, summed_axis("weight", during)) for during in passes]
@@ -165,10 +167,10 @@ class Blockwise(Encoder):
         return quantize_fp8(x, block=block, power_of_two=self._power_of_two)
 
     def encode_both(self, x: Tensor, role: Role, rows: RowGroups) -> tuple[Quantized, Quantized] | None:
-        """Operands of rows. A weight has square blocks."""
-        if role == "weight":
+        """Operands of rows, or of a weight in square blocks. What was gathered as codes has them already."""
+        if isinstance(x, GatheredWeight):
             return None
-        return quantize_fp8_both(x, power_of_two=self._power_of_two)
+        return quantize_fp8_both(x, power_of_two=self._power_of_two, square=role == "weight")
 
     def codec(self, dim: int) -> Codec:
         """Codec with an fp32 scale per 128 values."""
