@@ -241,9 +241,7 @@ def step_time(work: StepWork, scale: Scale, factor: float = 1.0) -> StepTime:
     # A single stage waits for no other: the first forward and the last backward have no partner that hides transfers.
     bubble, unpaired = (beyond, 0.0) if len(busy) > 1 else (0.0, beyond)
 
-    dropped_s = 0.0
-    if work.dropped_run is not None:
-        dropped_s = step_time(work.dropped_run.micro_batches_alone, evolve(scale, step_s=0.0)).step_s
+    dropped_s = _dropped_s(work, scale)
     ends = _ends(work, work.passes[busiest], scale)
     categories = {
         **_of_micro_batches(work, spent, scale),
@@ -263,6 +261,13 @@ def step_time(work: StepWork, scale: Scale, factor: float = 1.0) -> StepTime:
         bubble_s=factor * bubble,
         busiest=busiest,
     )
+
+
+def _dropped_s(work: StepWork, scale: Scale) -> float:
+    """Seconds of the run with a budget of rows whose result a step drops; 0 without one."""
+    if work.dropped_run is None:
+        return 0.0
+    return step_time(work.dropped_run.micro_batches_alone, evolve(scale, step_s=0.0)).step_s
 
 
 def _ends(work: StepWork, passes: Passes, scale: Scale) -> Ends:
@@ -307,8 +312,11 @@ SPENT: Final[Mapping[str, tuple[str, ...]]] = {
 def seconds_without(category: str, work: StepWork, scale: Scale) -> float:
     """Seconds of a step in which a category costs nothing: the same schedule, played again with the same overlap.
 
-    Of a category that cannot be left out, those of the whole step.
+    Of a category that cannot be left out, those of the whole step. A dropped run is a category of its own, which takes
+    what it took whatever else costs nothing: no second of a step is in two categories.
     """
+    kept_s = 0.0 if category == DROPPED_RUNS else _dropped_s(work, scale)
+    work = evolve(work, dropped_run=None)
     if category in SPENT:
         work = _spending_none(work, SPENT[category])
         if category == OFFLOADING:
@@ -321,14 +329,12 @@ def seconds_without(category: str, work: StepWork, scale: Scale) -> float:
         work = evolve(work, sums_s=0.0)
     elif category == "optimizer":
         work = evolve(work, once_s=0.0, host_update_s=0.0)
-    elif category == DROPPED_RUNS:
-        work = evolve(work, dropped_run=None)
     step = step_time(work, scale)
-    return step.step_s - (step.bubble_s if category == BUBBLE else 0.0)
+    return kept_s + step.step_s - (step.bubble_s if category == BUBBLE else 0.0)
 
 
 def _spending_none(work: StepWork, names: Sequence[str]) -> StepWork:
-    """The work with passes that spend nothing of these, in both runs of a step."""
+    """The work with passes that spend nothing of these."""
     nothing = dict.fromkeys(names, 0.0)
     return evolve(
         work,
@@ -337,7 +343,6 @@ def _spending_none(work: StepWork, names: Sequence[str]) -> StepWork:
             Passes(**{field.name: evolve(getattr(each, field.name), **nothing) for field in fields(Passes)})
             for each in work.passes
         ),
-        dropped_run=None if work.dropped_run is None else _spending_none(work.dropped_run, names),
     )
 
 
