@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ BASES: dict[str, dict[str, Any]] = {
     "budget": {"dispatch": {"use": "alltoall", "rank_capacity": 1.5, "on_overflow": "rerun"}},
     "loop": {"gemm": {"use": "loop"}, "parallel": {"experts": {"ep": 8}}},
     "recomputed": {"memory": [{"use": "recompute", "regions": ["attention"]}]},
+    "allgather": {"dispatch": {"use": "allgather"}, "parallel": {"experts": {"ep": 8}}},
     "one rank": {"parallel": {}},
 }
 
@@ -228,6 +230,40 @@ def test_a_plan_says_what_to_try_and_takes_it() -> None:
     assert after["time"]["step_time_s"] < data["time"]["step_time_s"]
     assert all("train.graphs=step" not in trial["overrides"] for each in after["try"] for trial in each["trials"])
     assert "try" not in json.loads(say("plan", QUICKSTART, "--json").out)
+
+
+SLOW_ROWS = ("run.device=cuda", "train.tokens_per_step=2097152", "train.micro_batch=128")
+"""So many rows that their transfers are worth advice."""
+TO_NODES = "a row goes once to each node that has an expert of its token"
+TO_RANKS = "a row goes once to each rank that has an expert of its token, also if it has several"
+NOT_TO_ALL = "a row goes to those ranks alone that have an expert of its token"
+
+
+@pytest.mark.parametrize(
+    ("use", "ep", "experts", "advised"),
+    [
+        ("alltoall", 8, 16, {"deepep": TO_RANKS}),
+        ("alltoall", 8, 8, {}),
+        ("allgather", 8, 8, {"deepep": NOT_TO_ALL}),
+        ("deepep, backend: torch", 8, 16, {}),
+        ("alltoall", 16, 16, {"hybridep": TO_NODES}),
+        ("deepep, backend: torch", 16, 16, {"hybridep": TO_NODES}),
+    ],
+)
+def test_a_dispatcher_is_advised_where_it_sends_fewer_rows(
+    use: str, ep: int, experts: int, advised: Mapping[str, str]
+) -> None:
+    """A node of an H100 cluster has 8 GPUs. A library would be advised, too, where it is installed."""
+    given = (f"parallel.experts.ep={ep}", f"dispatch={{use: {use}}}", f"model.num_experts={experts}")
+    data = json.loads(say("plan", QUICKSTART, *given, *SLOW_ROWS, "--cluster", "h100", "--json").out)
+    (rows,) = [each for each in data["try"] if each["category"] == "expert transfers"]
+    trials = {trial["overrides"][0]: trial["because"] for trial in rows["trials"]}
+    assert {
+        dispatcher: because
+        for dispatcher in ("deepep", "hybridep")
+        for override, because in trials.items()
+        if override.startswith(f"dispatch={{use: {dispatcher}, backend: torch")
+    } == advised
 
 
 def test_a_plan_without_a_cluster_says_how_to_ask_for_time(tmp_path: Path) -> None:

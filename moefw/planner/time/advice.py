@@ -20,8 +20,10 @@ from moefw.planner.data_files import read_file
 from moefw.planner.overhead import left_bytes
 from moefw.planner.report import Ledger
 from moefw.planner.skew import EVEN
+from moefw.planner.time.costs import EXPERT_REGIONS
 from moefw.planner.time.figures import generation_name
 from moefw.planner.time.forecast import Forecast
+from moefw.planner.time.nodes import Nodes
 
 FILE: Final = Path(__file__).parent / "advice.yaml"
 LEAST: Final = 0.02
@@ -49,7 +51,9 @@ class Option:
 
     ``ways``: changes that are made together; of several, the first that a spec accepts. ``gpus``: the generations that
     it is for; empty: any machine. ``keeps_all``: whether all is kept that policies drop between forward and backward,
-    so that it is only for plans in which that fits.
+    so that it is only for plans in which that fits. ``experts_over``: whether it is for experts of a layer that lie in
+    several nodes, or over the ranks of one; None: either. ``experts_a_rank``: the fewest experts of a rank that it is
+    for.
     """
 
     against: tuple[str, ...] = field(validator=min_len(1))
@@ -58,6 +62,8 @@ class Option:
     source: str
     gpus: tuple[Literal["hopper", "blackwell"], ...] = ()
     keeps_all: bool = False
+    experts_over: Literal["nodes", "ranks"] | None = None
+    experts_a_rank: int = 1
 
 
 @frozen(kw_only=True)
@@ -122,10 +128,14 @@ def advice(time: Forecast, assembly: Assembly, assemble: Callable[[Sequence[str]
 def _trial(
     option: Option, time: Forecast, assembly: Assembly, assemble: Callable[[Sequence[str]], Assembly]
 ) -> Trial | None:
-    """Trial of an option; None if it is not for the cluster, or the spec has it already or refuses it."""
+    """Trial of an option; None if it is not for the cluster or the layout, or the spec has it already or refuses it."""
     if option.gpus and generation_name(time.cluster) not in option.gpus:
         return None
     if option.keeps_all and not _all_fits(time.plan, time.cluster):
+        return None
+    if option.experts_over is not None and option.experts_over != _experts_over(time):
+        return None
+    if assembly.site.dims.num_experts < option.experts_a_rank * assembly.layout.size("ep"):
         return None
     for changes in option.ways:
         asked = overrides(changes, assembly, skew=time.plan.skew or EVEN)
@@ -137,6 +147,14 @@ def _trial(
         if time.cluster.gpu.threads is None and _accepts(assemble, on_a_gpu):
             return Trial(on_a_gpu, option.because, option.source)
     return None
+
+
+def _experts_over(time: Forecast) -> Literal["nodes", "ranks"]:
+    """Over what the experts of a layer lie: over nodes, if any of their rows leave one."""
+    nodes = Nodes.of_plan(time.cluster, time.plan)
+    work = [each for position in time.plan.positions for each in position.work if each.region in EXPERT_REGIONS]
+    leave = any(nodes.route(transfer).network for each in work for transfer in each.transfers)
+    return "nodes" if leave else "ranks"
 
 
 def _accepts(assemble: Callable[[Sequence[str]], Assembly], asked: Sequence[str]) -> bool:

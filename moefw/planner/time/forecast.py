@@ -162,14 +162,9 @@ def _peaks_in_use(cluster: Cluster, plan: Ledger | None, runs: Software | None) 
 
 def _links_in_use(cluster: Cluster, plan: Ledger) -> list[str]:
     """Links on which a plan sends anything."""
-    nodes = _nodes(cluster, plan)
+    nodes = Nodes.of_plan(cluster, plan)
     routes = [nodes.route(transfer) for work in _work(plan) for transfer in work.transfers]
     return [link for link in ("node", "network") if any(getattr(route, link) for route in routes)]
-
-
-def _nodes(cluster: Cluster, plan: Ledger) -> Nodes:
-    """Nodes of a plan on a cluster."""
-    return Nodes.of(cluster, plan.ranks_per_node or plan.world)
 
 
 def _needed_of_host(cluster: Cluster, plan: Ledger, runs: Software | None) -> dict[str, object]:
@@ -227,7 +222,7 @@ def forecast(assembly: Assembly, plan: Ledger, cluster: Cluster, cluster_name: s
     def run_on(on: Cluster, shapes: Shapes) -> StepWork:
         return step_work(
             plan.positions,
-            Costs(on, implementation, runs, shapes, figures(), _nodes(on, plan)),
+            Costs(on, implementation, runs, shapes, figures(), Nodes.of_plan(on, plan)),
             steady=steady,
             micro_batches=plan.micro_batches,
             ep_overlap=bool(runs.ep_overlap),

@@ -8,7 +8,7 @@ from attrs import frozen
 
 from moefw.compose.assembly import Assembly
 from moefw.planner.cluster import Cluster
-from moefw.planner.report import Transfer
+from moefw.planner.report import Ledger, Transfer
 
 SEND: Final = "send"
 ALL_TO_ALL: Final = "all-to-all"
@@ -57,6 +57,11 @@ class Nodes:
         if cluster.links.network is None:
             return cls(planned, gpus)
         return cls(planned, planned * power_of_two(gpus // planned) if gpus >= planned else power_of_two(gpus))
+
+    @classmethod
+    def of_plan(cls, cluster: Cluster, plan: Ledger) -> Nodes:
+        """Nodes of a plan on a cluster, which took all ranks for one node if it knew of none."""
+        return cls.of(cluster, plan.ranks_per_node or plan.world)
 
     def route(self, transfer: Transfer) -> Route:
         """Route of a transfer."""
