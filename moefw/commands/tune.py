@@ -32,7 +32,7 @@ from moefw.planner.time.forecast import Forecast
 from moefw.planner.time.likeness import error_of_ratio, held_out
 from moefw.planner.time.nodes import ranks_of_node
 from moefw.planner.tune.candidates import Candidate
-from moefw.planner.tune.excerpts import Excerpts
+from moefw.planner.tune.excerpts import Excerpts, Resolve
 from moefw.planner.tune.ranking import error_percent, fastest_of, percent_below_ties, tied
 from moefw.planner.tune.reasons import impossible, reasons
 from moefw.planner.tune.search import Search, Where
@@ -102,10 +102,11 @@ def tune(
                 for_run=True,
             )
 
-        own = resolve({}, gpus)
+        own, refused = _own(resolve, gpus)
         registry.load_all()
-        where = evolve(where, world=own.layout.world)
-        space = space_of(own, registry.parts(), vary or BY_DEFAULT, _nodes(own, where), keep)
+        where = evolve(where, world=gpus or own.layout.world)
+        stays = _nodes(own, where)
+        space = space_of(own, registry.parts(), vary or BY_DEFAULT, stays, keep, world=where.world)
         if any(axis.kind == "schedule" for axis in space.axes):
             # Each schedule has its own overlap, whatever the software is set to.
             where = evolve(where, runs=evolve(where.runs, ep_overlap=None))
@@ -113,6 +114,8 @@ def tune(
         with _progress(candidates) as said:
             search = Search(space, where, resolve, excerpts, said)
             search.run(candidates, seed)
+            if refused is not None and not search.candidates:
+                raise refused
             best, time, lines = _recommended(search)
     except MoefwError as error:
         if not as_json:
@@ -137,9 +140,26 @@ def _where(cluster: str, runs: software.Software) -> Where:
     return Where(world=1, cluster=clusters.read(cluster), name=Path(cluster).stem, runs=runs)
 
 
+def _own(resolve: Resolve, gpus: int | None) -> tuple[Assembly, MoefwError | None]:
+    """The spec itself on so many GPUs; if they refuse it, on the fewest that its layout fits, and the refusal.
+
+    Raises MoefwError if the spec is refused there, too.
+    """
+    try:
+        return resolve({}, gpus), None
+    except MoefwError as error:
+        refused = error
+    if gpus is None:
+        raise refused
+    try:
+        return resolve({}, None), refused
+    except MoefwError:
+        raise refused from None
+
+
 def _nodes(own: Assembly, where: Where) -> Settings:
     """Ranks of a node, where the spec leaves them to the launcher and they are not all in one."""
-    ranks = ranks_of_node(own, where.cluster)
+    ranks = ranks_of_node(own, where.cluster, where.world)
     return {} if ranks is None else {RANKS_PER_NODE: ranks}
 
 
@@ -239,6 +259,8 @@ def _show(search: Search, best: Candidate, time: Forecast, group: Sequence[Candi
             f"a rank has up to {skew:g} times the mean of rows: what fits, and how long a step takes, is of that one"
         )
     own = search.own
+    if own.problems:
+        click.echo(f"SPEC as it is, is no candidate: {' '.join(own.problems)}")
     if own.step is not None:
         fits = "" if own.fits else f", and does not fit: {-(own.left_bytes or 0) / GIB:.1f} GiB are missing"
         click.echo(f"SPEC as it is takes {own.step_s:.4g} s, {100 * (own.step_s / best.step_s - 1):+.1f} %{fits}")

@@ -54,7 +54,7 @@ class Circumstances:
 
     def ranks_of_node(self, assembly: Assembly) -> int | None:
         """Ranks that share a node of the cluster; None: the spec says how many, all are in one, or it is unknown."""
-        return None if self.cluster is None else ranks_of_node(assembly, self.cluster)
+        return None if self.cluster is None else ranks_of_node(assembly, self.cluster, assembly.layout.world)
 
     @classmethod
     def read(cls, cluster: str | None, runs_as: str | None, skew: float) -> Circumstances:

@@ -96,7 +96,8 @@ def search_of_precision(cluster: str, runs: Software, own: Mapping[str, Any]) ->
 
     assembly = resolve({}, 1)
     registry.load_all()
-    search = Search(space_of(assembly, registry.parts(), ("precision",), {}), where, resolve, Excerpts(resolve, None))
+    space = space_of(assembly, registry.parts(), ("precision",), {}, world=where.world)
+    search = Search(space, where, resolve, Excerpts(resolve, None))
     search.run(20, seed=0)
     return search
 

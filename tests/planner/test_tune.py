@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from attrs import evolve, frozen
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from moefw import hookimpl
 from moefw.commands import tune as commands
@@ -22,7 +22,7 @@ from moefw.compose.defaults import defaults
 from moefw.compose.registry import Registry
 from moefw.compose.resolve import assemble_tree
 from moefw.compose.spec.source import Marks
-from moefw.core.errors import PlanError
+from moefw.core.errors import MoefwError, PlanError
 from moefw.planner import cluster as clusters
 from moefw.planner import ledger
 from moefw.planner.data_files import Figure
@@ -76,7 +76,7 @@ def search_of(
     tree = dict(TREE) if pipeline is None else {**TREE, "pipeline": pipeline}
     registry = Registry([SimpleNamespace(moefw_pipelines=hookimpl(lambda: [OfAnother]))])
 
-    def resolve(settings: Settings, world: int) -> Assembly:
+    def resolve(settings: Settings, world: int | None) -> Assembly:
         return assemble_tree(
             with_settings(tree, settings), Marks("spec"), defaults=defaults(), registry=registry, world=world
         )
@@ -87,7 +87,8 @@ def search_of(
     if gib is not None:
         cluster = evolve(cluster, gpu=evolve(cluster.gpu, memory_gib=Figure(value=gib, source="https://a.test")))
     where = Where(world=WORLD, cluster=cluster, name="h100", runs=runs)
-    return Search(space_of(own, registry.parts(), vary, {}, keep), where, resolve, Excerpts(resolve, cache, skew))
+    space = space_of(own, registry.parts(), vary, {}, keep, world=WORLD)
+    return Search(space, where, resolve, Excerpts(resolve, cache, skew))
 
 
 @pytest.mark.parametrize(
@@ -428,3 +429,56 @@ def test_the_written_spec_is_what_check_accepts(tmp_path: Path) -> None:
     assert found["counts"]["candidates"] == 6
     checked = CliRunner().invoke(check, [str(best), "--world", str(WORLD)], catch_exceptions=False)
     assert "is sound" in checked.stdout
+
+
+def tune_on(gpus: int, spec: Path, parallel: Mapping[str, Any], *words: str) -> Result:
+    """What ``tune`` says of ``TREE`` with this layout."""
+    spec.write_text(json.dumps({**TREE, "parallel": parallel}))
+    given = [str(spec), "--cluster", "h100", "--gpus", str(gpus), "--candidates", "5", *words]
+    return CliRunner().invoke(tune, given)
+
+
+EIGHT: Mapping[str, Any] = {"experts": {"ep": 8}}
+DO_NOT_FIT = "4 ranks do not fit this layout, which wants a multiple of 8"
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [EIGHT, {"dense": {"shard": 8}, **EIGHT}],
+    ids=["ep 8", "shards of 8"],
+)
+def test_a_search_goes_on_without_a_layout_that_the_gpus_do_not_fit(
+    tmp_path: Path, parallel: Mapping[str, Any]
+) -> None:
+    told = json.loads(tune_on(4, tmp_path / "spec.yaml", parallel, "--json").stdout)
+    assert told["best"]["fits"]
+    assert told["best"]["layout"]["ep"] <= 4
+    assert DO_NOT_FIT in told["own"]["problems"][0]
+    assert told["counts"]["candidates"] == 5
+    assert told["counts"]["refused by check"] >= 1
+    shown = tune_on(4, tmp_path / "spec.yaml", parallel).stdout
+    (line,) = [line for line in shown.splitlines() if line.startswith("SPEC as it is")]
+    assert line.startswith(f"SPEC as it is, is no candidate: {DO_NOT_FIT}")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "parallel", "words"),
+    [(4, EIGHT, ("--keep", "ep")), (4, EIGHT, ("--vary", "micro-batch")), (4, {"pp": 8}, ())],
+    ids=["ep is kept", "layouts do not vary", "the spec is wrong in itself"],
+)
+def test_a_layout_that_the_gpus_do_not_fit_is_refused_where_no_other_is_found(
+    tmp_path: Path, gpus: int, parallel: Mapping[str, Any], words: tuple[str, ...]
+) -> None:
+    refused = tune_on(gpus, tmp_path / "spec.yaml", parallel, *words)
+    assert isinstance(refused.exception, MoefwError)
+    assert DO_NOT_FIT in refused.exception.problems[0].what
+    told = json.loads(tune_on(gpus, tmp_path / "spec.yaml", parallel, *words, "--json").stdout)
+    assert not told["ok"]
+
+
+def test_a_search_ends_at_once_where_another_layout_shows_that_nothing_can_fit() -> None:
+    search = search_of(("schedule", "layout"), gib=0.001)
+    search.space = evolve(search.space, own={**search.space.own, EP: 32})
+    search.run(20, seed=0)
+    assert len(search.candidates) == 1
+    assert "GPUs at least" in impossible(search).problems[0].what

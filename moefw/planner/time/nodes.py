@@ -101,13 +101,13 @@ def node_gpus(cluster: Cluster) -> int:
     return UNLIMITED if node.gpus is None else round(node.gpus.value)
 
 
-def ranks_of_node(assembly: Assembly, cluster: Cluster) -> int | None:
-    """Ranks that share a node of a cluster, as its launcher would say, a power of two as layouts use.
+def ranks_of_node(assembly: Assembly, cluster: Cluster, world: int) -> int | None:
+    """Ranks that share a node of a cluster, as its launcher of so many would say, a power of two as layouts use.
 
-    None: the spec says how many, or all of its ranks are in one node.
+    None: the spec says how many, or all ranks are in one node.
     """
     gpus = node_gpus(cluster)
-    if assembly.site.ranks_per_node is not None or cluster.links.node is None or assembly.layout.world <= gpus:
+    if assembly.site.ranks_per_node is not None or cluster.links.node is None or world <= gpus:
         return None
     return power_of_two(gpus)
 

@@ -32,8 +32,11 @@ CUTTING: Final = ("tp", "ep", "etp")
 """Axes that decide the shapes of the parameters of a rank."""
 INSIDE: Final = ("cp", "tp", "ep", "etp")
 """Axes whose groups are the same in an excerpt."""
-Resolve = Callable[[Settings, int], Assembly]
-"""Assembly of a spec with settings for so many ranks. Raises MoefwError with what ``check`` finds."""
+Resolve = Callable[[Settings, int | None], Assembly]
+"""Assembly of a spec with settings for so many ranks; None: the fewest that its layout fits.
+
+Raises MoefwError with what ``check`` finds.
+"""
 
 
 @frozen

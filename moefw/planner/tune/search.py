@@ -94,23 +94,30 @@ class Search:
     def run(self, count: int, seed: int) -> None:
         """Look at candidates until ``count`` are known, or no step leads to another."""
         random = Random(seed)
-        own, *others = self.space.starts()
+        own = self.space.own
+        others = [*self.space.starts()]
         random.shuffle(others)
         heap: list[tuple[float, int, str, bool]] = []
 
         def look(settings: Settings) -> None:
             key = key_of(settings)
-            if key not in self.known and len(self.known) < count and self._divides(settings):
-                candidate = self.look(settings)
-                # Where recipes vary, another one may be multiplied if the spec's own is not.
-                if candidate.step is not None or (settings is own and PRECISION in own):
-                    heapq.heappush(heap, (self._weight(candidate), len(self.known), key, True))
+            if key in self.known or len(self.known) >= count or not (settings is own or self._divides(settings)):
+                return
+            candidate = self.look(settings)
+            # Where recipes vary, another one may be multiplied if the spec's own is not.
+            if candidate.step is not None or (settings is own and PRECISION in own):
+                heapq.heappush(heap, (self._weight(candidate), len(self.known), key, True))
 
         look(own)
-        if self.nothing_can_fit:
-            return
-        for settings in others[: count // STARTS]:
-            look(self._with_schedule(settings, self.space.own))
+        if self.own.outcome == REFUSED:
+            # The spec's shards, too, may be of more ranks than there are.
+            others = [each for start in others for each in (start, {**start, **self.space.replicated})]
+        for number, settings in enumerate(others):
+            if self.nothing_can_fit:
+                return
+            if heap and number >= count // STARTS:
+                break
+            look(self._with_schedule(settings, own))
         while heap and len(self.known) < count:
             weight, number, key, is_first = heapq.heappop(heap)
             steps = [settings for axis, settings in self._steps(self.known[key]) if _needs_no_excerpt(axis) is is_first]
@@ -151,7 +158,8 @@ class Search:
         """
         if isinstance(self._assembled(settings), Assembly):
             return settings
-        own = self.resolve(before, self.where.world).parts.pipeline
+        is_own = before == self.space.own  # which these ranks may not fit
+        own = self.space.pipeline if is_own else self.resolve(before, self.where.world).parts.pipeline
         others = sorted(self.space.other_schedules(settings), key=lambda other: abs(_chunks(other) - own.chunks))
         accepted = []
         for other in others:

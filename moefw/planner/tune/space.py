@@ -17,7 +17,7 @@ from attrs import frozen
 from moefw.compose.assembly import Assembly
 from moefw.compose.registry import RegisteredPlugin
 from moefw.compose.spec.source import KeyPath
-from moefw.core.plugin import OPTIMIZER, OptimizerMemoryPolicyPlugin
+from moefw.core.plugin import OPTIMIZER, OptimizerMemoryPolicyPlugin, PipelinePlugin
 from moefw.planner.tune.settings import (
     AXES,
     DISPATCH,
@@ -133,11 +133,12 @@ AnyAxis = Axis | Policies
 
 @frozen
 class Space:
-    """Axes, the settings of the spec itself, and the place of pp."""
+    """Axes, the settings and the schedule of the spec itself, and the place of pp."""
 
     axes: tuple[AnyAxis, ...]
     own: Settings
     pp: KeyPath
+    pipeline: PipelinePlugin
 
     def steps_from(self, settings: Settings) -> Iterator[tuple[AnyAxis, Settings]]:
         """Yield settings a step away, with the axis of the step."""
@@ -158,12 +159,17 @@ class Space:
         return ", ".join(value.label for value in words if value is not None)
 
     def starts(self) -> Iterator[Settings]:
-        """Yield where a search begins: at the spec, and at layouts of pp and ep alone."""
-        yield self.own
+        """Yield where a search begins beside the spec: at layouts of pp and ep alone."""
         layout = {axis.name: axis for axis in self.axes if isinstance(axis, Axis) and axis.kind == "layout"}
         plain = {path: value for axis in layout.values() for path, value in axis.values[0].settings.items()}
         for pp, ep in product(*(layout[name].values if name in layout else () for name in ("pp", "ep"))):
             yield self._with_own_stages({**self.own, **plain, **pp.settings, **ep.settings})
+
+    @property
+    def replicated(self) -> Settings:
+        """Settings that shard nothing; empty if sharding stays as it is."""
+        sharding = [axis for axis in self.axes if isinstance(axis, Axis) and axis.kind == "sharding"]
+        return sharding[0].values[0].settings if sharding else {}
 
     def _with_own_stages(self, settings: Settings) -> Settings:
         """Settings that spell out the spec's stages at the spec's pp alone: with another one, there are others."""
@@ -180,17 +186,20 @@ def space_of(
     vary: Sequence[str],
     own: Settings,
     keep: Sequence[str] = (),
+    *,
+    world: int,
 ) -> Space:
     """Space around a spec. ``parts``: what is registered. ``own``: settings that stay in all candidates.
 
-    ``vary`` and ``keep``: some of :data:`NAMES`.
+    ``vary`` and ``keep``: some of :data:`NAMES`. ``world``: ranks of candidates, which the spec's own layout need not
+    fit.
     """
 
     def varies(*names: str) -> bool:
         return any(name in vary for name in names) and not any(name in keep for name in names)
 
     every: Sequence[AnyAxis] = [
-        *_layouts(assembly),
+        *_layouts(assembly, world),
         *_sharding(assembly),
         _choices(assembly, parts, "schedule", "pipeline", PIPELINE, varies=True),
         _micro_batches(assembly),
@@ -203,7 +212,7 @@ def space_of(
     for axis in axes:
         settings.update(_own_of(axis, assembly))
     pp, _ = pipeline_of(assembly)
-    return Space(axes, settings, pp)
+    return Space(axes, settings, pp, assembly.parts.pipeline)
 
 
 def _own_of(axis: AnyAxis, assembly: Assembly) -> Settings:
@@ -223,8 +232,7 @@ def _own_of(axis: AnyAxis, assembly: Assembly) -> Settings:
     return found
 
 
-def _layouts(assembly: Assembly) -> Iterator[Axis]:
-    world = assembly.layout.world
+def _layouts(assembly: Assembly, world: int) -> Iterator[Axis]:
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     limits = {"pp": assembly.site.num_layers, "ep": assembly.site.dims.num_experts}
     for name, path in axes_of(assembly).items():
