@@ -54,7 +54,7 @@ def test_a_full_disk_is_told_and_leaves_earlier_checkpoints_alone(spec: Path, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", full)
-        with pytest.raises(RunError, match=r"step-2 could not be saved: .*No space left"):
+        with pytest.raises(RunError, match=r"step-2 could not be saved: .*no space left"):
             train(spec, resume="last")
     checkpoints = spec.parent / "run" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-1"]

@@ -14,7 +14,6 @@ from moefw.compose.spec.source import COMMAND_LINE, KeyPath, Marks, dotted, show
 from moefw.compose.spec.unknown import UNKNOWN, UnknownUsedError, is_known
 from moefw.core.choice import PluginChoice
 from moefw.core.errors import Problem, closest, nearest
-from moefw.core.plugin import Plugin
 
 T = TypeVar("T")
 
@@ -106,10 +105,11 @@ def _known(
             problems.append(Problem(what, left_out[key], marks.where(here)))
             continue
         meant = closest(key, fields)
-        if meant is None and issubclass(cls, Plugin) and _is_of_another_plugin(here, marks):
-            whole = f"'{dotted(path)}={{use: {cls.name}}}'"
+        plugin = getattr(cls, "name", None)
+        if meant is None and isinstance(plugin, str) and _is_of_another_plugin(here, marks):
+            whole = f"'{dotted(path)}={{use: {plugin}}}'"
             fix = f"An override of 'use' alone keeps the other options of the file: write {whole} to drop them."
-            problems.append(Problem(f"{show(key)} is not an option of {show(cls.name)}.", fix, marks.where(here)))
+            problems.append(Problem(f"{show(key)} is not an option of {show(plugin)}.", fix, marks.where(here)))
             continue
         problems.append(UnknownKey(what, nearest(key, [*fields, *also]), marks.where(here), path=here, meant=meant))
         if meant is not None and (*path, meant) not in marks.places:
