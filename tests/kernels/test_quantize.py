@@ -21,6 +21,7 @@ from moefw_kernels.quantize import (
     decode_e8m0,
     delayed_scale,
     encode,
+    matrix_amax,
     mx_scale,
     pack,
     quantize_fp8,
@@ -28,6 +29,7 @@ from moefw_kernels.quantize import (
     quantize_mxfp8,
     quantize_mxfp8_both,
     quantize_nvfp4,
+    quantize_nvfp4_both,
     quantize_tensor,
     tensor_scale,
     unpack,
@@ -407,3 +409,9 @@ def test_what_does_not_fit_is_refused() -> None:
         quantize_nvfp4(x, keys=torch.zeros(5, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"one for each matrix: \(\)"):
         quantize_nvfp4(x, global_amax=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"one for each matrix: \(\)"):
+        quantize_nvfp4_both(x, global_amax=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"mixes 16 rows, and \(4, 32\) has 4: pad with zeros"):
+        matrix_amax(x, hadamard=True)
+    with pytest.raises(ValueError, match="a block of 16x1: these are 1x16"):
+        quantize_nvfp4(x.mT, hadamard=True)

@@ -130,7 +130,11 @@ def quantize_tensor_both(
     scale: Tensor | None = None,
     ends_e: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """``quantize_tensor`` with codes contiguous along rows, and along columns. The kernel reads ``x`` once."""
+    """``quantize_tensor`` with codes contiguous along rows, and along columns. The kernel reads ``x`` once.
+
+    Raises:
+        ValueError: As ``quantize_tensor`` does.
+    """
     level = _level_of_tensor(x, fmt, scale, ends_e)
     with _one_kernel(x):
         along, across = _encoders(x).quantize_tensor_both(x, fmt, level, ends_e, scale is not None)
@@ -138,7 +142,7 @@ def quantize_tensor_both(
 
 
 def _level_of_tensor(x: Tensor, fmt: Format, scale: Tensor | None, ends_e: Tensor | None) -> Tensor:
-    """The scale that is given, or else the magnitude from which it comes. Raises ValueError as ``quantize_tensor``."""
+    """Scale that is given, or else the magnitude from which it comes. Raises ValueError as ``quantize_tensor``."""
     _check(x)
     if fmt is E2M1:
         raise ValueError("e2m1 has six for its largest number, too little without a second level: use quantize_nvfp4")
@@ -254,11 +258,8 @@ def quantize_nvfp4(
         raise ValueError(
             f"global_amax has shape {tuple(global_amax.shape)}; give one number for each group: {tuple(ends_e.shape)}"
         )
-    if ends_e is None and global_amax.shape not in ((), x.shape[:-2]):
-        raise ValueError(
-            f"global_amax has shape {tuple(global_amax.shape)}; "
-            f"give one number, or one for each matrix: {tuple(x.shape[:-2])}"
-        )
+    if ends_e is None:
+        _check_global_amax(x, global_amax)
     if keys is not None and (keys.shape != x.shape[:-1] or keys.dtype is not torch.int64):
         raise ValueError(
             f"keys are {keys.dtype} {tuple(keys.shape)}; give one for each row: torch.int64 {tuple(x.shape[:-1])}"
@@ -271,9 +272,13 @@ def quantize_nvfp4(
 def quantize_nvfp4_both(x: Tensor, *, global_amax: Tensor) -> tuple[Quantized, Quantized]:
     """``quantize_nvfp4`` in blocks of 16x16, with codes contiguous along rows, and along columns.
 
-    The kernel reads ``x`` once. ``global_amax``: fp32, the leading dimensions of ``x``.
+    The kernel reads ``x`` once. ``global_amax``: fp32, of shape () or of the leading dimensions of ``x``.
+
+    Raises:
+        ValueError: A dtype other than fp32, bf16 and fp16, or another shape of ``global_amax``.
     """
     _check(x)
+    _check_global_amax(x, global_amax)
     with _one_kernel(x):
         along, across = _encoders(x).quantize_nvfp4_both(x, global_amax)
     return along, across
@@ -291,6 +296,14 @@ def _encoders(x: Tensor) -> ModuleType:
 def _one_kernel(x: Tensor) -> AbstractContextManager[None]:
     """Block of the one kernel that quantizes this tensor, whichever module does."""
     return nullcontext() if takes_kernels(x) else in_place_of_a_kernel()
+
+
+def _check_global_amax(x: Tensor, global_amax: Tensor) -> None:
+    if global_amax.shape not in ((), x.shape[:-2]):
+        raise ValueError(
+            f"global_amax has shape {tuple(global_amax.shape)}; "
+            f"give one number, or one for each matrix: {tuple(x.shape[:-2])}"
+        )
 
 
 def _check_transform(x: Tensor, hadamard: bool) -> None:

@@ -7,25 +7,38 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefw_kernels.hadamard.reference import hadamard as transform
+from moefw_kernels.in_place import in_place_of_a_kernel
 from moefw_kernels.quantize.formats import E2M1, E4M3, Format, encode
-from moefw_kernels.quantize.groups import group_amax, group_of_row, matrix_amax
+from moefw_kernels.quantize.groups import group_of_row
 from moefw_kernels.quantize.quantized import Quantized, above, laid, spread, turned
 from moefw_kernels.quantize.scales import BlockScales, mx_scale, nvfp4_global_scale, nvfp4_scale, tensor_scale
 from moefw_kernels.random import uniform
 
-__all__ = [
-    "block_amax",
-    "group_amax",
-    "matrix_amax",
-    "quantize_fp8",
-    "quantize_fp8_both",
-    "quantize_mxfp8",
-    "quantize_mxfp8_both",
-    "quantize_nvfp4",
-    "quantize_nvfp4_both",
-    "quantize_tensor",
-    "quantize_tensor_both",
-]
+
+def matrix_amax(x: Tensor, hadamard: bool) -> Tensor:
+    """Largest magnitude of each matrix of ``x (..., R, C)``, fp32 ``(...)``."""
+    rows = _row_amax(x, hadamard)
+    with in_place_of_a_kernel():
+        return rows.amax(-1) if rows.shape[-1] else rows.new_zeros(rows.shape[:-1])
+
+
+def group_amax(x: Tensor, ends_e: Tensor, hadamard: bool) -> Tensor:
+    """Largest magnitude of each group of the rows ``x (R, C)``, fp32 ``(e,)``."""
+    rows = _row_amax(x, hadamard)
+    with in_place_of_a_kernel():
+        # An entry more than there are groups, for the rows past the last end.
+        amax = rows.new_zeros(len(ends_e) + 1)
+        return amax.scatter_reduce(0, group_of_row(ends_e, len(rows)), rows, "amax")[:-1]
+
+
+def _row_amax(x: Tensor, hadamard: bool) -> Tensor:
+    """Largest magnitude of each row of ``x (..., R, C)``, fp32 ``(..., R)``."""
+    with in_place_of_a_kernel():
+        if not x.shape[-1]:
+            return x.new_zeros(x.shape[:-1], dtype=torch.float32)
+        if hadamard:
+            x = transform(x.mT).mT
+        return x.abs().amax(-1).float()
 
 
 def quantize_tensor(x: Tensor, fmt: Format, level: Tensor, ends_e: Tensor | None, scaled: bool) -> Quantized:
